@@ -1,0 +1,75 @@
+"""What every backend is given and gives back, and the table of backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from attnloom.block_mask import BlockLists
+from attnloom.ir.node import BoundProgram
+from attnloom.plan.problem import KernelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One attention problem, already validated.
+
+    query [B, Hq, Q_LEN, D], key [Bkv, Hkv, KV_LEN, D], value [Bkv, Hkv, KV_LEN, Dv]; any strides;
+        Bkv is B or 1; Hq is a multiple of Hkv.
+    score, mask: traced mods, None where there is none.
+    blocks: live tiles; None means that every tile is full.
+    scale: multiplies query @ key^T before the score_mod.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    score: BoundProgram | None
+    mask: BoundProgram | None
+    blocks: BlockLists | None
+    scale: float
+    options: KernelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """out [B, Hq, Q_LEN, Dv] in query's dtype; lse and max_scores [B, Hq, Q_LEN] float32 (float64
+    for float64 inputs), natural logarithm; -inf for a row without keys (where out is 0)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_scores: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients of query, key, value in their shapes and dtypes, and of call.score.tensors
+    (None where the tensor does not require grad), in the tensors' dtypes and shapes."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dtensors: tuple[torch.Tensor | None, ...]
+
+
+class Backend(Protocol):
+    """Forward and backward of fused attention on one kind of device."""
+
+    name: str
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Why this call cannot run here, or None if it can. Cheap: called once a plan."""
+        ...
+
+    def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult: ...
+
+    def backward(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients: ...

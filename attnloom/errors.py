@@ -1,0 +1,45 @@
+"""Every exception attnloom raises for a user's mistake, in one place.
+
+A message says what is wrong (in the user's names and values), why, and what to do.
+Each class also derives from the built-in exception that code written for torch expects.
+"""
+
+
+class AttnloomError(Exception):
+    """Base class of every error that attnloom raises on purpose."""
+
+
+class TraceError(AttnloomError, TypeError):
+    """A score_mod or mask_mod does something that cannot be placed inside a kernel."""
+
+
+class ModError(AttnloomError, ValueError):
+    """A mod factory or combinator was given values that make no mod."""
+
+
+class ShapeError(AttnloomError, ValueError):
+    """Sizes of tensors, masks or blocks do not fit together."""
+
+
+class DtypeError(AttnloomError, ValueError):
+    """A tensor has a dtype that attention cannot use there."""
+
+
+class DeviceError(AttnloomError, RuntimeError):
+    """Tensors or masks that must share a device do not."""
+
+
+class OptionError(AttnloomError, ValueError):
+    """An argument or a kernel option has a value that means nothing."""
+
+
+class UnsupportedError(AttnloomError, NotImplementedError):
+    """An explicitly chosen backend or path cannot run this problem."""
+
+
+class CompileError(AttnloomError, RuntimeError):
+    """The system compiler refused or could not be run."""
+
+
+class CacheError(AttnloomError, RuntimeError):
+    """The on-disk kernel cache cannot be trusted or used."""
