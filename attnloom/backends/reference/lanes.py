@@ -1,0 +1,193 @@
+"""Run a mod on many scores at once, exactly as if it ran on one score at a time.
+
+A lane is one score with its (b, h, q_idx, kv_idx). The mod runs under `torch.vmap` over a flat list
+of lanes, so that inside it every argument has no dimensions: chained indexing `bias[b][h][q, kv]`
+and reductions over a captured row mean what they say, which broadcasting would get wrong.
+
+- Where the mod asks for the truth of a lane-dependent value (`if`, `or`, builtin `min`), the lanes
+  are parted by that value and each part runs the mod again, so each lane takes its own path.
+- Where vmap refuses (`.item()`, a list indexed by a position), lanes run one after the other, up
+  to MAX_SERIAL_LANES.
+- An index into a captured tensor counts from the end if negative and is then clamped.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _functorch  # what torch.vmap itself uses; there is no public unwrap
+from torch.overrides import TorchFunctionMode
+
+from attnloom.errors import UnsupportedError
+
+MAX_SERIAL_LANES = 1 << 16
+# A lane-dependent value inside a mod, such as `bias[b]`, may hold this many elements in all.
+MAX_ELEMENTS = 1 << 24
+_MAX_LANES = 1 << 18
+_CALLS_BOOL = torch.Tensor.__bool__
+_CALLS_GETITEM = torch.Tensor.__getitem__
+
+
+class _LanesDisagree(Exception):
+    """The mod branches on a value that differs between lanes; `truth` [lanes] is that value."""
+
+    def __init__(self, truth: torch.Tensor) -> None:
+        self.truth = truth
+
+
+class _TooManyLanes(Exception):
+    """An intermediate value would pass MAX_ELEMENTS with this many lanes."""
+
+
+def evaluate_lanes(mod: Callable[..., Any], *lanes: torch.Tensor) -> torch.Tensor:
+    """Call `mod(*lane)` for every lane.
+
+    Args:
+        mod: a score_mod or mask_mod; its result has no dimensions, or is a Python number.
+        lanes: one tensor [N] for each argument of the mod. Gradients flow through them and
+            through everything that the mod captures.
+    Returns:
+        [N] in the dtype that the mod returns.
+    Raises:
+        UnsupportedError: the mod only runs one lane at a time, and there are too many of them.
+    """
+    total = lanes[0].shape[0]
+    if total == 0:
+        return lanes[0].new_empty(0)
+    parts: list[torch.Tensor] = []
+    start, width = 0, min(total, _MAX_LANES)
+    while start < total:
+        chunk = tuple(lane[start : start + width] for lane in lanes)
+        try:
+            parts.append(_run(mod, chunk))
+        except _TooManyLanes:
+            width = max(width // 4, 1)
+            continue
+        start += width
+    return torch.cat(parts)
+
+
+def _run(mod: Callable[..., Any], lanes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """One chunk, parted as often as its lanes disagree."""
+    try:
+        return _vectorised(mod, lanes)
+    except _LanesDisagree as split:
+        sides = [split.truth.nonzero()[:, 0], (~split.truth).nonzero()[:, 0]]
+        parts = [_run(mod, tuple(lane[side] for lane in lanes)) for side in sides]
+        return torch.cat(parts)[torch.cat(sides).argsort()]
+    except RuntimeError as refusal:  # vmap has no rule for something in the mod
+        if lanes[0].shape[0] > MAX_SERIAL_LANES:
+            name = getattr(mod, "__qualname__", repr(mod))
+            raise UnsupportedError(
+                f"backend 'reference' can run {name!r} only one score at a time ({refusal}), and "
+                f"{lanes[0].shape[0]} scores are too many (limit {MAX_SERIAL_LANES}). Use smaller "
+                "tensors, or write the mod with torch operators."
+            ) from refusal
+        return _serial(mod, lanes)
+
+
+def _vectorised(mod: Callable[..., Any], lanes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    device = lanes[0].device
+
+    def one_lane(*args: torch.Tensor) -> torch.Tensor:
+        return _scalar(mod(*args), device)
+
+    with _LaneMode(lanes[0].shape[0]):
+        return torch.vmap(one_lane)(*lanes)
+
+
+def _serial(mod: Callable[..., Any], lanes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    with _LaneMode(1):
+        rows = [_scalar(mod(*lane), lanes[0].device) for lane in zip(*lanes, strict=True)]
+    return torch.stack(rows)
+
+
+def _scalar(value: Any, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, device=device)
+    if value.ndim != 0:
+        raise TypeError(
+            f"a mod must return one value for one score, but returned shape {list(value.shape)}"
+        )
+    return value
+
+
+class _LaneMode(TorchFunctionMode):
+    """Gives `bool(x)` and `captured[x]` their meaning for lane-dependent x."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _CALLS_BOOL:
+            return _truth(args[0])
+        if func is _CALLS_GETITEM:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if _is_integer_lookup(index):
+                return self._lookup(args[0], index)
+        return func(*args, **(kwargs or {}))
+
+    def _lookup(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
+        """`tensor[index]` with integer tensors without dimensions among the indices."""
+        index = _without_ellipsis(index, tensor.ndim)
+        plain = tuple(slice(None) if isinstance(i, torch.Tensor) else i for i in index)
+        tensor = tensor[plain]
+        picks: list[torch.Tensor | None] = [None] * tensor.ndim
+        dim, kept = 0, tensor.numel()
+        for entry in index:
+            if isinstance(entry, int):
+                continue  # `plain` has already removed this dimension
+            if isinstance(entry, torch.Tensor):
+                size = tensor.shape[dim]
+                kept = kept // size if size else 0
+                picks[dim] = _wrapped_and_clamped(entry, size)
+            dim += 1
+        if 0 in tensor.shape:
+            return tensor.new_zeros([n for n, pick in zip(tensor.shape, picks) if pick is None])
+        if kept * self._width > MAX_ELEMENTS and self._width > 1:
+            raise _TooManyLanes
+        return torch.ops.aten.index.Tensor(tensor, picks)
+
+
+def _truth(value: torch.Tensor) -> bool:
+    if not _functorch.is_batchedtensor(value):
+        return bool(value)
+    # Only the lane axis is left: the mod's own value has no dimensions, or bool() is an error.
+    truth = _functorch.get_unwrapped(value).detach() != 0
+    if truth.ndim != 1:
+        raise RuntimeError("the truth value of a tensor with more than one element is ambiguous")
+    if bool(truth.all()):
+        return True
+    if not bool(truth.any()):
+        return False
+    raise _LanesDisagree(truth)
+
+
+def _is_integer_lookup(index: tuple[Any, ...]) -> bool:
+    found = [entry for entry in index if isinstance(entry, torch.Tensor)]
+    # torch reads bool and uint8 indices as masks; their result has no fixed size.
+    masks = (torch.bool, torch.uint8)
+    return bool(found) and all(
+        entry.ndim == 0 and entry.dtype not in masks and not entry.dtype.is_floating_point
+        for entry in found
+    )
+
+
+def _without_ellipsis(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    at = [n for n, entry in enumerate(index) if isinstance(entry, types.EllipsisType)]
+    if not at:
+        return index
+    given = sum(1 for entry in index if entry is not None) - 1
+    fill = (slice(None),) * (ndim - given)
+    return index[: at[0]] + fill + index[at[0] + 1 :]
+
+
+def _wrapped_and_clamped(index: torch.Tensor, size: int) -> torch.Tensor:
+    index = index.long()
+    return torch.where(index < 0, index + size, index).clamp(0, max(size - 1, 0))
