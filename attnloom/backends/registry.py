@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,3 +75,17 @@ class Backend(Protocol):
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
     ) -> Gradients: ...
+
+
+# name -> module and class; imported when first used, so that one backend never pays for another.
+BACKENDS: dict[str, tuple[str, str]] = {
+    "cpu": ("attnloom.backends.cpu.launch", "CpuBackend"),
+    "tiled": ("attnloom.backends.tiled", "TiledBackend"),
+}
+
+
+@functools.cache
+def load(name: str) -> Backend:
+    """The one instance of a backend of BACKENDS; KeyError if there is no such backend."""
+    module, cls = BACKENDS[name]
+    return getattr(importlib.import_module(module), cls)()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from attnloom.ir.node import DType
+
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
@@ -20,3 +24,31 @@ class KernelOptions:
     exact_math: bool = False
     deterministic: bool = False
     debug_bounds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """All that a kernel is specialised for, and nothing else: the key of the plan cache.
+
+    Lengths, batch, strides, numbers and captured sizes are absent: they are run-time arguments.
+
+    device: of query; the other tensors share it.
+    dtypes: of query, key and value.
+    head_dim, value_dim: D and Dv.
+    score, mask: digests of the traced mods, None where there is none.
+    has_blocks: a BlockMask was given; without one every tile is full.
+    """
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    head_dim: int
+    value_dim: int
+    score: str | None
+    mask: str | None
+    has_blocks: bool
+    options: KernelOptions
+
+
+def compute_type(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> DType:
+    """Type of scores, softmax state and accumulators: F64 if any input is float64, else F32."""
+    return DType.F64 if torch.float64 in (query, key, value) else DType.F32
