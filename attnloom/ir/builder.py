@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attnloom.ir.node import INPUT_AXES, REDUCTION_AXES, Axes, DType, Node, Program, TensorSpec
-from attnloom.ir.op_types import InvalidProgram, reduction
+from attnloom.ir.op_types import ProgramError, reduction
 from attnloom.ir.ops import OPS, REDUCTIONS
 
 _INPUT_TYPES = {"score": DType.F32, "dscore": DType.F32}
@@ -19,7 +19,7 @@ class Builder:
         position. They keep their numbers in the finished program.
 
     Every method that makes a node returns its index and checks types and operands: a mistake is an
-    InvalidProgram at the place that made it.
+    ProgramError at the place that made it.
     """
 
     def __init__(
@@ -40,23 +40,21 @@ class Builder:
         """An empty builder with the binding slots of `program`."""
         return cls(program.tensors, program.numbers, program.reductions)
 
-    def node(
-        self, op: str, *args: int, attr: object = None, dtype: DType | None = None
-    ) -> int:
+    def node(self, op: str, *args: int, attr: object = None, dtype: DType | None = None) -> int:
         """An operation of `OPS`; its type follows from the operands, a cast's must be given."""
         rule = OPS.get(op)
         if rule is None:
-            raise InvalidProgram(f"no operation is called '{op}'")
+            raise ProgramError(f"no operation is called '{op}'")
         if len(args) != rule.arity:
-            raise InvalidProgram(f"{op} takes {rule.arity} operands, got {len(args)}")
+            raise ProgramError(f"{op} takes {rule.arity} operands, got {len(args)}")
         if dtype is None:
             dtype = rule.result(tuple(self.dtype(a) for a in args))
         return self._add(Node(op, tuple(args), dtype, attr))
 
     def input(self, name: str, dtype: DType | None = None) -> int:
-        """A key of INPUT_AXES: positions are I64; score and dscore are F32 unless said otherwise."""
+        """A key of INPUT_AXES: positions are I64 and scores F32 unless said otherwise."""
         if name not in INPUT_AXES:
-            raise InvalidProgram(f"no input is called '{name}'")
+            raise ProgramError(f"no input is called '{name}'")
         return self._add(Node("input", (), dtype or _INPUT_TYPES.get(name, DType.I64), name))
 
     def const(self, value: bool | int | float, dtype: DType) -> int:
@@ -70,18 +68,18 @@ class Builder:
     def number(self, slot: int, dtype: DType) -> int:
         """Run-time scalar `slot`; an integer slot may also be read as a float."""
         if not 0 <= slot < len(self.numbers):
-            raise InvalidProgram(f"number slot {slot} of {len(self.numbers)}")
+            raise ProgramError(f"number slot {slot} of {len(self.numbers)}")
         return self._add(Node("number", (), dtype, slot))
 
     def load(self, slot: int, *index: int) -> int:
         """Element of captured tensor `slot`; one integer node for each dimension."""
         if not 0 <= slot < len(self.tensors):
-            raise InvalidProgram(f"tensor slot {slot} of {len(self.tensors)}")
+            raise ProgramError(f"tensor slot {slot} of {len(self.tensors)}")
         spec = self.tensors[slot]
         if len(index) != spec.rank:
-            raise InvalidProgram(f"tensor {slot} has rank {spec.rank}, got {len(index)} indices")
+            raise ProgramError(f"tensor {slot} has rank {spec.rank}, got {len(index)} indices")
         if not all(self.dtype(i).is_int for i in index):
-            raise InvalidProgram("an index must be an integer")
+            raise ProgramError("an index must be an integer")
         return self._add(Node("load", tuple(index), DType.of(spec.dtype), slot))
 
     def cast(self, value: int, dtype: DType) -> int:
@@ -93,9 +91,9 @@ class Builder:
     def reduce(self, kind: str, axis: Axes, body: int) -> int:
         """Reduce `body` over one of R0..R3: sum, prod, min, max, any or all."""
         if kind not in REDUCTIONS:
-            raise InvalidProgram(f"no reduction is called '{kind}'")
+            raise ProgramError(f"no reduction is called '{kind}'")
         if axis not in REDUCTION_AXES[: len(self.reductions)]:
-            raise InvalidProgram(f"{axis!r} is not one of {len(self.reductions)} reduction axes")
+            raise ProgramError(f"{axis!r} is not one of {len(self.reductions)} reduction axes")
         dtype = reduction(kind, self.dtype(body))
         return self._add(Node("reduce", (body,), dtype, (kind, axis)))
 
@@ -138,7 +136,7 @@ class Builder:
         axes = INPUT_AXES[str(node.attr)] if node.op == "input" else Axes.NONE
         for arg in node.args:
             if not 0 <= arg < index:
-                raise InvalidProgram(f"{node.op} uses node {arg}, which does not exist")
+                raise ProgramError(f"{node.op} uses node {arg}, which does not exist")
             axes |= self._axes[arg]
         if node.op == "reduce":
             axes &= ~node.attr[1]  # type: ignore[index]
@@ -152,3 +150,11 @@ def wrap_int(value: int, dtype: DType) -> int:
     bits = _INT_BITS[dtype]
     value &= (1 << bits) - 1
     return value - (1 << bits) if dtype is not DType.U8 and value >> (bits - 1) else value
+
+
+def extract(program: Program, *outputs: int) -> Program:
+    """The part of `program` that computes these of its nodes, with the same binding slots."""
+    builder = Builder.like(program)
+    for node in program.nodes:  # nothing is shared anew: indices stay as they are
+        builder.copy(node, node.args)
+    return builder.finish(*outputs)

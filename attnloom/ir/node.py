@@ -105,8 +105,8 @@ class Node:
                so that no lane reads outside the tensor.
         reduce attr = (kind, axis): kind in sum, prod, max, min, any, all; axis an R of Axes;
                args = (body,). The length is that of Program.reductions[axis].
-    args: indices of earlier nodes. Apart from `load`, `where` (condition), `reduce`, shifts and `cast`,
-        the tracer casts operands so that they share one dtype.
+    args: indices of earlier nodes. Apart from `load`, `where` (condition), `reduce`, shifts and
+        `cast`, the tracer casts operands so that they share one dtype.
     """
 
     op: str
@@ -130,8 +130,8 @@ class Program:
 
     nodes: topologically ordered, without duplicates and without dead nodes.
     outputs: node indices. A score program has one float output, a mask program one BOOL output.
-        A gradient program has `1 + len(grad_slots)` outputs: first dL/d(score before the mod), then, for
-        each entry of `contributions`, see `passes/gradient.py`.
+        A gradient program's first output is dL/d(score before the mod); those of captured tensors
+        follow, see `passes/gradient.py`.
     tensors, numbers: the binding slots that `load` and `number` nodes name.
     reductions: (tensor slot, dimension) that gives the length of R0, R1, ... in order.
     """

@@ -1,6 +1,6 @@
 """Result types of operations: rules from the operands' types to the result's.
 
-A rule is called with the operands' types, already counted, and raises InvalidProgram when they do
+A rule is called with the operands' types, already counted, and raises ProgramError when they do
 not fit; the tracer inserts the casts that make them fit.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from attnloom.ir.node import DType
 
 
-class InvalidProgram(AssertionError):
+class ProgramError(AssertionError):
     """A program breaks the rules of the IR: a bug of the compiler, never of the user."""
 
 
@@ -20,28 +20,28 @@ TypeRule = Callable[[tuple[DType, ...]], DType]
 
 def _shared(types: tuple[DType, ...]) -> DType:
     if any(t is not types[0] for t in types):
-        raise InvalidProgram(f"operands differ in type: {_names(types)}")
+        raise ProgramError(f"operands differ in type: {_names(types)}")
     return types[0]
 
 
 def number(types: tuple[DType, ...]) -> DType:
     """All operands of one integer or float type, which is the result's."""
     if types[0] is DType.BOOL:
-        raise InvalidProgram(f"needs numbers, got {_names(types)}")
+        raise ProgramError(f"needs numbers, got {_names(types)}")
     return _shared(types)
 
 
 def real(types: tuple[DType, ...]) -> DType:
     """All operands of one float type, which is the result's."""
     if not types[0].is_float:
-        raise InvalidProgram(f"needs floats, got {_names(types)}")
+        raise ProgramError(f"needs floats, got {_names(types)}")
     return _shared(types)
 
 
 def bits(types: tuple[DType, ...]) -> DType:
     """All operands BOOL, or all of one integer type."""
     if types[0].is_float:
-        raise InvalidProgram(f"needs BOOL or integers, got {_names(types)}")
+        raise ProgramError(f"needs BOOL or integers, got {_names(types)}")
     return _shared(types)
 
 
@@ -60,26 +60,26 @@ def classification(types: tuple[DType, ...]) -> DType:
 def shift(types: tuple[DType, ...]) -> DType:
     """An integer and a count of any integer type."""
     if not (types[0].is_int and types[1].is_int):
-        raise InvalidProgram(f"needs integers, got {_names(types)}")
+        raise ProgramError(f"needs integers, got {_names(types)}")
     return types[0]
 
 
 def select(types: tuple[DType, ...]) -> DType:
     """A BOOL condition and two arms of one type."""
     if types[0] is not DType.BOOL:
-        raise InvalidProgram(f"needs a BOOL condition, got {_names(types)}")
+        raise ProgramError(f"needs a BOOL condition, got {_names(types)}")
     return _shared(types[1:])
 
 
-def explicit(types: tuple[DType, ...]) -> DType:
+def explicit(_: tuple[DType, ...]) -> DType:
     """The type is part of the operation (cast) and cannot be inferred."""
-    raise InvalidProgram("the result type must be given")
+    raise ProgramError("the result type must be given")
 
 
 def reduction(kind: str, body: DType) -> DType:
     """Type of a `reduce` node: any and all are BOOL, the others keep the body's type."""
     if (kind in ("any", "all")) != (body is DType.BOOL):
-        raise InvalidProgram(f"cannot reduce {body.value} by {kind}")
+        raise ProgramError(f"cannot reduce {body.value} by {kind}")
     return body
 
 

@@ -58,8 +58,8 @@ def _shift(shift: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     return evaluate
 
 
-def _cast(a: Tensor) -> Tensor:
-    raise types.InvalidProgram("cast needs its type; interpret.py evaluates it")
+def _cast(_: Tensor) -> Tensor:
+    raise types.ProgramError("cast needs its type; interpret.py evaluates it")
 
 
 _TABLE = (
@@ -70,7 +70,12 @@ _TABLE = (
     Op("floordiv", 2, types.number, _whole(torch.floor_divide, True)),
     Op("mod", 2, types.number, _whole(torch.remainder, False)),
     Op("fmod", 2, types.number, _whole(torch.fmod, False)),
-    Op("truncdiv", 2, types.number, _whole(lambda a, b: torch.div(a, b, rounding_mode="trunc"), True)),
+    Op(
+        "truncdiv",
+        2,
+        types.number,
+        _whole(lambda a, b: torch.div(a, b, rounding_mode="trunc"), True),
+    ),
     Op("pow", 2, types.number, torch.pow),
     Op("neg", 1, types.number, torch.neg),
     Op("abs", 1, types.number, torch.abs),
