@@ -1,0 +1,54 @@
+"""The command `attnloom`: one entry in COMMANDS for each subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnloom.errors import AttnloomError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand; `module` is imported only when it runs or when its options are needed.
+
+    module: offers add_options(parser) and run(args) -> exit code.
+    """
+
+    name: str
+    summary: str
+    module: str
+
+
+COMMANDS = (Command("demo", "train a small language model through attnloom", "attnloom.cli.demo"),)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: arguments after the program's name; those of the process if None.
+    Returns:
+        Exit code: 0 on success, 1 if the command failed, 2 if it was called wrongly.
+    """
+    parser = argparse.ArgumentParser(prog="attnloom", description=__doc__.split(":")[0])
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name, help=command.summary, description=command.summary
+        )
+        importlib.import_module(command.module).add_options(subparser)
+        subparser.set_defaults(module=command.module)
+    args = parser.parse_args(argv)
+    try:
+        return importlib.import_module(args.module).run(args)
+    except AttnloomError as error:
+        print(f"attnloom {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
