@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from attnloom.ir import op_derivatives as grads
 from attnloom.ir import op_types as types
 
 Tensor = torch.Tensor
@@ -24,12 +26,14 @@ class Op:
 
     result: type of the result from those of the operands.
     evaluate: the operation on torch tensors that broadcast.
+    derivative: adjoints of the operands from that of the result.
     """
 
     name: str
     arity: int
     result: types.TypeRule
     evaluate: Callable[..., Tensor]
+    derivative: grads.Rule
 
 
 def _whole(divide: Callable[[Tensor, Tensor], Tensor], negative: bool) -> Callable[..., Tensor]:
@@ -62,72 +66,68 @@ def _cast(_: Tensor) -> Tensor:
     raise types.ProgramError("cast needs its type; interpret.py evaluates it")
 
 
+_truncate = partial(torch.div, rounding_mode="trunc")
 _TABLE = (
-    Op("add", 2, types.number, torch.add),
-    Op("sub", 2, types.number, torch.sub),
-    Op("mul", 2, types.number, torch.mul),
-    Op("div", 2, types.real, torch.div),
-    Op("floordiv", 2, types.number, _whole(torch.floor_divide, True)),
-    Op("mod", 2, types.number, _whole(torch.remainder, False)),
-    Op("fmod", 2, types.number, _whole(torch.fmod, False)),
-    Op(
-        "truncdiv",
-        2,
-        types.number,
-        _whole(lambda a, b: torch.div(a, b, rounding_mode="trunc"), True),
-    ),
-    Op("pow", 2, types.number, torch.pow),
-    Op("neg", 1, types.number, torch.neg),
-    Op("abs", 1, types.number, torch.abs),
-    Op("sign", 1, types.number, torch.sign),
-    Op("min", 2, types.number, torch.minimum),
-    Op("max", 2, types.number, torch.maximum),
-    Op("eq", 2, types.comparison, torch.eq),
-    Op("ne", 2, types.comparison, torch.ne),
-    Op("lt", 2, types.comparison, torch.lt),
-    Op("le", 2, types.comparison, torch.le),
-    Op("gt", 2, types.comparison, torch.gt),
-    Op("ge", 2, types.comparison, torch.ge),
-    Op("and", 2, types.bits, torch.bitwise_and),
-    Op("or", 2, types.bits, torch.bitwise_or),
-    Op("xor", 2, types.bits, torch.bitwise_xor),
-    Op("not", 1, types.bits, torch.bitwise_not),
-    Op("shl", 2, types.shift, _shift(torch.bitwise_left_shift)),
-    Op("shr", 2, types.shift, _shift(torch.bitwise_right_shift)),
-    Op("where", 3, types.select, torch.where),
-    Op("cast", 1, types.explicit, _cast),
-    Op("floor", 1, types.number, torch.floor),
-    Op("ceil", 1, types.number, torch.ceil),
-    Op("round", 1, types.number, torch.round),
-    Op("trunc", 1, types.number, torch.trunc),
-    Op("exp", 1, types.real, torch.exp),
-    Op("exp2", 1, types.real, torch.exp2),
-    Op("expm1", 1, types.real, torch.expm1),
-    Op("log", 1, types.real, torch.log),
-    Op("log2", 1, types.real, torch.log2),
-    Op("log1p", 1, types.real, torch.log1p),
-    Op("sqrt", 1, types.real, torch.sqrt),
-    Op("rsqrt", 1, types.real, torch.rsqrt),
-    Op("sin", 1, types.real, torch.sin),
-    Op("cos", 1, types.real, torch.cos),
-    Op("tan", 1, types.real, torch.tan),
-    Op("asin", 1, types.real, torch.asin),
-    Op("acos", 1, types.real, torch.acos),
-    Op("atan", 1, types.real, torch.atan),
-    Op("atan2", 2, types.real, torch.atan2),
-    Op("sinh", 1, types.real, torch.sinh),
-    Op("cosh", 1, types.real, torch.cosh),
-    Op("tanh", 1, types.real, torch.tanh),
-    Op("asinh", 1, types.real, torch.asinh),
-    Op("acosh", 1, types.real, torch.acosh),
-    Op("atanh", 1, types.real, torch.atanh),
-    Op("sigmoid", 1, types.real, torch.sigmoid),
-    Op("erf", 1, types.real, torch.erf),
-    Op("erfc", 1, types.real, torch.erfc),
-    Op("reciprocal", 1, types.real, torch.reciprocal),
-    Op("isnan", 1, types.classification, torch.isnan),
-    Op("isinf", 1, types.classification, torch.isinf),
-    Op("isfinite", 1, types.classification, torch.isfinite),
-    Op("copysign", 2, types.real, torch.copysign),
+    Op("add", 2, types.number, torch.add, grads.add),
+    Op("sub", 2, types.number, torch.sub, grads.sub),
+    Op("mul", 2, types.number, torch.mul, grads.mul),
+    Op("div", 2, types.real, torch.div, grads.div),
+    Op("floordiv", 2, types.number, _whole(torch.floor_divide, True), grads.none),
+    Op("mod", 2, types.number, _whole(torch.remainder, False), grads.remainder("floordiv")),
+    Op("fmod", 2, types.number, _whole(torch.fmod, False), grads.remainder("truncdiv")),
+    Op("truncdiv", 2, types.number, _whole(_truncate, True), grads.none),
+    Op("pow", 2, types.number, torch.pow, grads.power),
+    Op("neg", 1, types.number, torch.neg, grads.negate),
+    Op("abs", 1, types.number, torch.abs, grads.absolute),
+    Op("sign", 1, types.number, torch.sign, grads.none),
+    Op("min", 2, types.number, torch.minimum, grads.extremum("gt")),
+    Op("max", 2, types.number, torch.maximum, grads.extremum("lt")),
+    Op("eq", 2, types.comparison, torch.eq, grads.none),
+    Op("ne", 2, types.comparison, torch.ne, grads.none),
+    Op("lt", 2, types.comparison, torch.lt, grads.none),
+    Op("le", 2, types.comparison, torch.le, grads.none),
+    Op("gt", 2, types.comparison, torch.gt, grads.none),
+    Op("ge", 2, types.comparison, torch.ge, grads.none),
+    Op("and", 2, types.bits, torch.bitwise_and, grads.none),
+    Op("or", 2, types.bits, torch.bitwise_or, grads.none),
+    Op("xor", 2, types.bits, torch.bitwise_xor, grads.none),
+    Op("not", 1, types.bits, torch.bitwise_not, grads.none),
+    Op("shl", 2, types.shift, _shift(torch.bitwise_left_shift), grads.none),
+    Op("shr", 2, types.shift, _shift(torch.bitwise_right_shift), grads.none),
+    Op("where", 3, types.select, torch.where, grads.where),
+    Op("cast", 1, types.explicit, _cast, grads.cast),
+    Op("floor", 1, types.number, torch.floor, grads.none),
+    Op("ceil", 1, types.number, torch.ceil, grads.none),
+    Op("round", 1, types.number, torch.round, grads.none),
+    Op("trunc", 1, types.number, torch.trunc, grads.none),
+    Op("exp", 1, types.real, torch.exp, grads.exp),
+    Op("exp2", 1, types.real, torch.exp2, grads.exp2),
+    Op("expm1", 1, types.real, torch.expm1, grads.expm1),
+    Op("log", 1, types.real, torch.log, grads.log),
+    Op("log2", 1, types.real, torch.log2, grads.log2),
+    Op("log1p", 1, types.real, torch.log1p, grads.log1p),
+    Op("sqrt", 1, types.real, torch.sqrt, grads.sqrt),
+    Op("rsqrt", 1, types.real, torch.rsqrt, grads.rsqrt),
+    Op("sin", 1, types.real, torch.sin, grads.sin),
+    Op("cos", 1, types.real, torch.cos, grads.cos),
+    Op("tan", 1, types.real, torch.tan, grads.tan),
+    Op("asin", 1, types.real, torch.asin, grads.asin),
+    Op("acos", 1, types.real, torch.acos, grads.acos),
+    Op("atan", 1, types.real, torch.atan, grads.atan),
+    Op("atan2", 2, types.real, torch.atan2, grads.atan2),
+    Op("sinh", 1, types.real, torch.sinh, grads.sinh),
+    Op("cosh", 1, types.real, torch.cosh, grads.cosh),
+    Op("tanh", 1, types.real, torch.tanh, grads.tanh),
+    Op("asinh", 1, types.real, torch.asinh, grads.asinh),
+    Op("acosh", 1, types.real, torch.acosh, grads.acosh),
+    Op("atanh", 1, types.real, torch.atanh, grads.atanh),
+    Op("sigmoid", 1, types.real, torch.sigmoid, grads.sigmoid),
+    Op("erf", 1, types.real, torch.erf, grads.erf),
+    Op("erfc", 1, types.real, torch.erfc, grads.erfc),
+    Op("reciprocal", 1, types.real, torch.reciprocal, grads.reciprocal),
+    Op("isnan", 1, types.classification, torch.isnan, grads.none),
+    Op("isinf", 1, types.classification, torch.isinf, grads.none),
+    Op("isfinite", 1, types.classification, torch.isfinite, grads.none),
+    Op("copysign", 2, types.real, torch.copysign, grads.copysign),
 )
 OPS: dict[str, Op] = {op.name: op for op in _TABLE}
