@@ -1,0 +1,184 @@
+"""flex_attention: the one function that most callers need."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from attnloom.api import pipeline
+from attnloom.api.options import FlexKernelOptions
+from attnloom.block_mask import BlockMask
+from attnloom.errors import OptionError
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_AUTOCAST_KEEPS = torch.float64  # as autocast itself, which never lowers float64
+_shown: set[str] = set()
+
+
+class AuxRequest(NamedTuple):
+    """Which auxiliary outputs flex_attention computes beside the attention output."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """Auxiliary outputs of flex_attention; None where not requested.
+
+    lse: [B, Hq, Q_LEN] natural logarithm of the sum of exponentials of a row's scores; -inf for a
+        row without keys. Differentiable.
+    max_scores: [B, Hq, Q_LEN] greatest score of a row after score_mod; -inf for a row without
+        keys. Not differentiable.
+    Both are float32, or float64 for float64 inputs.
+    """
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[True] = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Scaled dot-product attention with a traced score_mod and a block-sparse mask, fused.
+
+        score = score_mod(scale * query @ key^T, b, h, q_idx, kv_idx), -inf where masked
+        out = softmax(score) @ value
+
+    A drop-in for torch.nn.attention.flex_attention.flex_attention. A plain eager call is already
+    fused, in both directions; no path allocates Q_LEN x KV_LEN elements. Under torch.compile the
+    call runs beside the compiled graph.
+
+    Args:
+        query: [B, Hq, Q_LEN, D]; float64, float32, bfloat16 or float16; any strides.
+        key: [Bkv, Hkv, KV_LEN, D]; Bkv is B, or 1 to share one key and value over the batch.
+            Dtypes of query, key and value may differ.
+        value: [Bkv, Hkv, KV_LEN, Dv].
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score on one score at a time; score
+            is float32 (float64 if any input is), the positions are integers. Captured tensors
+            may require grad. None leaves scores as they are.
+        block_mask: made by create_block_mask or a constructor of BlockMask for Q_LEN and KV_LEN;
+            its batch and heads are 1 or those of query.
+        scale: factor on query @ key^T; 1 / sqrt(D) if None.
+        enable_gqa: allow Hq to be a multiple of Hkv; query head h reads key head h // (Hq / Hkv).
+        return_lse: deprecated, use return_aux=AuxRequest(lse=True).
+        kernel_options: see FlexKernelOptions.
+        return_aux: which auxiliary outputs to return.
+    Returns:
+        out [B, Hq, Q_LEN, Dv] in query's dtype; with return_aux the tuple (out, AuxOutput); with
+        return_lse the tuple (out, lse). A row without keys has out 0 and lse -inf and gives no
+        gradient. Under torch.autocast the inputs are cast to its dtype first.
+    Raises:
+        ShapeError, DtypeError, OptionError: a ValueError each; DeviceError: a RuntimeError.
+        TraceError: a mod does something that cannot be placed inside a kernel.
+        UnsupportedError: an explicitly chosen backend cannot run the problem; nested tensors.
+    Source: Dong et al. 2024, arXiv:2412.05496.
+    """
+    if return_lse:
+        _check_return_lse(return_aux)
+    if torch.compiler.is_dynamo_compiling():
+        run = _beside_graph
+    else:
+        run = _run
+    want_max_scores = return_aux is not None and return_aux.max_scores
+    out, lse, max_scores = run(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, want_max_scores
+    )
+    if return_aux is not None:
+        return out, AuxOutput(lse if return_aux.lse else None, max_scores)
+    return (out, lse) if return_lse else out
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> pipeline.Outputs:
+    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
+        query, key, value = (_autocast(x, query.device.type) for x in (query, key, value))
+    return pipeline.run(query, key, value, *rest)
+
+
+# Dynamo leaves its graph here: tracing a mod is our own compiler's work.
+_beside_graph = torch._disable_dynamo(_run)
+
+
+def _autocast(tensor: Tensor, device_type: str) -> Tensor:
+    """What autocast does to the inputs of torch's scaled_dot_product_attention."""
+    keep = not isinstance(tensor, Tensor) or not tensor.is_floating_point()
+    if keep or tensor.dtype == _AUTOCAST_KEEPS or tensor.device.type != device_type:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def _check_return_lse(return_aux: AuxRequest | None) -> None:
+    if return_aux is not None:
+        raise OptionError(
+            "return_lse and return_aux are both given; return_lse is deprecated. Keep only "
+            "return_aux=AuxRequest(lse=True)."
+        )
+    if "return_lse" not in _shown:
+        _shown.add("return_lse")
+        warnings.warn(
+            "return_lse is deprecated; use return_aux=AuxRequest(lse=True) instead.",
+            FutureWarning,
+            stacklevel=3,
+        )

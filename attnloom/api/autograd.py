@@ -1,0 +1,280 @@
+"""How a planned call meets autograd, functorch transforms and dispatch modes.
+
+- no gradient wanted: the backend is called directly
+- reverse mode: an autograd.Function that saves query, key, value, captured tensors, out and lse
+- reverse mode of the backward: `composite.second_order`
+- forward mode, alone or under any other transform: `composite.attend`
+- torch.func.grad, vjp, vmap: the same formulas with setup_context; vmap maps one item at a time
+- any dispatch mode or tensor subclass (export, make_fx, FakeTensor, selective checkpointing): the
+  registered operators of `operators.py`, so that the mode sees one named operator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from attnloom.api import composite, operators
+from attnloom.api.launch import Launch, flat_gradients
+
+Tensors = tuple[torch.Tensor, ...]
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_transforms_active = torch._C._are_functorch_transforms_active
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def attention(
+    launch: Launch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tensors: Tensors,
+    want_max_scores: bool,
+) -> Outputs:
+    """Run a launch differentiably.
+
+    Args:
+        tensors: captured tensors of the score program, then of the mask program.
+    Returns:
+        out, lse and max_scores (None unless wanted; never differentiable).
+    """
+    inputs = (query, key, value, *tensors)
+    if forward_ad._current_level >= 0 and _has_tangent(inputs):
+        return composite.attend(launch, query, key, value, tensors)
+    if _transforms_active():
+        function: Any = _TransformedAttention
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        function = _EagerAttention
+    else:
+        return _run_forward(launch, query, key, value, tensors, want_max_scores)
+    out, lse, *rest = function.apply(launch, want_max_scores, *inputs)
+    return out, lse, rest[0] if rest else None
+
+
+def _has_tangent(inputs: Tensors) -> bool:
+    # Inside functorch the level that carries the tangent may be wrapped by others: assume one.
+    return _transforms_active() or any(
+        forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    )
+
+
+def below_python(inputs: Tensors) -> bool:
+    """Whether a dispatch mode or a tensor subclass has to see the registered operators."""
+    if _num_dispatch_modes():
+        return True
+    return any(type(x) not in _PLAIN_TYPES or x.is_meta for x in inputs)
+
+
+def _run_forward(
+    launch: Launch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tensors: Tensors,
+    want_max_scores: bool,
+) -> Outputs:
+    if below_python((query, key, value, *tensors)):
+        return operators.call_forward(launch, query, key, value, tensors, want_max_scores)
+    if torch.is_autocast_enabled(query.device.type):
+        with torch.autocast(query.device.type, enabled=False):
+            result = launch.forward(query, key, value, tensors, want_max_scores)
+    else:
+        result = launch.forward(query, key, value, tensors, want_max_scores)
+    return result.out, result.lse, result.max_scores
+
+
+def _run_backward(
+    launch: Launch,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tensors],
+    saved: tuple[torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> Tensors:
+    """dq, dk, dv and the gradients of launch.grad_slots()."""
+    query, key, value, tensors = inputs
+    if below_python((query, key, value, dout, *tensors)):
+        return operators.call_backward(launch, inputs, saved, dout, dlse)
+    if torch.is_autocast_enabled(query.device.type):
+        with torch.autocast(query.device.type, enabled=False):
+            grads = launch.backward(query, key, value, tensors, saved, dout, dlse)
+    else:
+        grads = launch.backward(query, key, value, tensors, saved, dout, dlse)
+    return flat_gradients(launch, grads)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    ctx.launch = inputs[0]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[2:], *outputs[:2])
+    if len(outputs) == 3:
+        ctx.mark_non_differentiable(outputs[2])
+
+
+def _forward(launch: Launch, want_max_scores: bool, *inputs: torch.Tensor) -> Tensors:
+    query, key, value, *tensors = inputs
+    out, lse, max_scores = _run_forward(
+        launch, query, key, value, tuple(tensors), want_max_scores
+    )
+    return (out, lse) if max_scores is None else (out, lse, max_scores)
+
+
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: Any
+) -> tuple[Any, ...]:
+    launch: Launch = ctx.launch
+    query, key, value, *tensors, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * (5 + len(tensors))
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if _transforms_active() or torch.is_grad_enabled():
+        # The gradients are wanted as differentiable functions of what they depend on.
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        grads = _gradient(launch, query, key, value, *tensors, out, lse, dout, dlse)
+    else:
+        inputs = (query, key, value, tuple(tensors))
+        grads = _run_backward(launch, inputs, (out, lse), dout, dlse)
+    return (None, None, *_by_input(launch, len(tensors), grads))
+
+
+def _gradient(launch: Launch, *inputs: torch.Tensor) -> Tensors:
+    """The backward as a differentiable function; inputs as for _gradient_forward."""
+    function: Any = _TransformedGradient if _transforms_active() else _EagerGradient
+    return function.apply(launch, *inputs)
+
+
+def _by_input(launch: Launch, num_tensors: int, grads: Tensors) -> tuple[Any, ...]:
+    """Gradients in the order of query, key, value, *tensors; None where there is none."""
+    captured: list[torch.Tensor | None] = [None] * num_tensors
+    for slot, grad in zip(launch.grad_slots(), grads[3:], strict=True):
+        captured[slot] = grad
+    return (*grads[:3], *captured)
+
+
+def _gradient_forward(launch: Launch, *inputs: torch.Tensor) -> Tensors:
+    query, key, value, *tensors, out, lse, dout, dlse = inputs
+    return _run_backward(launch, (query, key, value, tuple(tensors)), (out, lse), dout, dlse)
+
+
+def _gradient_save(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    ctx.launch = inputs[0]
+    # out and lse are functions of the other inputs, recomputed where needed.
+    ctx.save_for_backward(*inputs[1:-4], *inputs[-2:])
+
+
+def _gradient_backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+    launch: Launch = ctx.launch
+    query, key, value, *tensors, dout, dlse = ctx.saved_tensors
+    inputs = (query, key, value, tuple(tensors))
+    gq, gk, gv, captured, gdout, gdlse = composite.second_order(
+        launch, inputs, dout, dlse, cotangents
+    )
+    by_input = _by_input(launch, len(tensors), (gq, gk, gv, *captured))
+    return (None, *by_input, None, None, gdout, gdlse)
+
+
+def _map_items(
+    apply: Callable[..., Tensors], info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[Tensors, tuple[int, ...]]:
+    """vmap by one call an item: exact for mods that read b and for mapped captured tensors."""
+    items = []
+    for i in range(info.batch_size):
+        one = (x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
+        items.append(apply(*one))
+    stacked = tuple(torch.stack(parts) for parts in zip(*items, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+class _EagerAttention(torch.autograd.Function):
+    """Reverse mode outside transforms; forward(ctx, ...) costs 11 us less than setup_context."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensors:
+        outputs = _forward(*inputs)
+        _save(ctx, inputs, outputs)
+        return outputs
+
+    backward = staticmethod(_backward)
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """The same under torch.func transforms."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(_backward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _map_items(_apply_attention, info, in_dims, *args)
+
+
+class _EagerGradient(torch.autograd.Function):
+    """The backward as a differentiable function, for create_graph=True."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensors:
+        _gradient_save(ctx, inputs)
+        return _gradient_forward(*inputs)
+
+    backward = staticmethod(_gradient_backward)
+
+
+class _TransformedGradient(torch.autograd.Function):
+    """The same under torch.func transforms."""
+
+    forward = staticmethod(_gradient_forward)
+    backward = staticmethod(_gradient_backward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _gradient_save(ctx, inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _map_items(_gradient, info, in_dims, *args)
+
+
+def _apply_attention(launch: Launch, want_max_scores: bool, *inputs: torch.Tensor) -> Tensors:
+    out, lse, max_scores = attention(
+        launch, *inputs[:3], tuple(inputs[3:]), want_max_scores
+    )
+    return (out, lse) if max_scores is None else (out, lse, max_scores)
+
+
+def _operator_forward(*args: Any) -> Tensors:
+    """attnloom::flex_forward at the Autograd key."""
+    *common, want_max_scores = args
+    launch = operators.launch_of(*common)
+    query, key, value = common[:3]
+    out, lse, max_scores = attention(
+        launch, query, key, value, tuple(common[5]), want_max_scores
+    )
+    return out, lse, lse.new_empty(0) if max_scores is None else max_scores
+
+
+def _operator_backward(*args: Any) -> tuple[Any, ...]:
+    """attnloom::flex_backward at the Autograd key."""
+    *common, out, lse, dout, dlse = args
+    launch = operators.launch_of(*common)
+    query, key, value, tensors = *common[:3], tuple(common[5])
+    inputs = (query, key, value, *tensors, dout)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        grads = _gradient(launch, query, key, value, *tensors, out, lse, dout, dlse)
+    else:
+        grads = _run_backward(launch, (query, key, value, tensors), (out, lse), dout, dlse)
+    dq, dk, dv, *captured = grads
+    return dq, dk, dv, list(captured)
+
+
+operators.library.impl("flex_forward", _operator_forward, "Autograd")
+operators.library.impl("flex_backward", _operator_backward, "Autograd")

@@ -1,0 +1,143 @@
+"""kernel_options={"debug_bounds": True}: every index into a captured tensor, checked before launch.
+
+Kernels clamp an index that is out of range, so that no lane reads outside a tensor; what is a
+mistake of the mod then shows as a wrong number. This check finds it and names the tensor. Only
+indices that matter count: at live scores, and on the side of a `where` that is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnloom.api.token_map import live_scores, positions, row_chunks, tile_tokens
+from attnloom.backends.registry import AttentionCall
+from attnloom.errors import ShapeError
+from attnloom.ir.interpret import interpret
+from attnloom.ir.node import BoundProgram
+
+Mod = Callable[..., Any] | None
+
+
+def check(call: AttentionCall, score_mod: Mod, mask_mod: Mod) -> None:
+    """Check every captured load of a call, in chunks of query rows.
+
+    Raises:
+        ShapeError: an index is out of range; names the mod, the captured tensor and the position.
+    """
+    for start, stop in row_chunks(call.query, call.key):
+        at = positions(call.query[:, :, start:stop], call.key.size(2), start)
+        shape = torch.broadcast_shapes(*(x.shape for x in at.values()))
+        if call.score is not None:
+            live = live_scores(call, at)
+            everywhere = torch.ones((), dtype=torch.bool, device=call.query.device)
+            scores = torch.zeros(shape, device=call.query.device)
+            _check_program(
+                call.score, {"score": scores, **at}, everywhere if live is None else live, score_mod
+            )
+        if call.mask is not None and call.blocks is not None:
+            partial, _ = tile_tokens(call.blocks, at)
+            shifted = {
+                **at,
+                "q": at["q"] + call.blocks.q_offset,
+                "kv": at["kv"] + call.blocks.kv_offset,
+            }
+            _check_program(call.mask, shifted, partial, mask_mod)
+
+
+def _check_program(
+    bound: BoundProgram, inputs: dict[str, torch.Tensor], live: torch.Tensor, mod: Mod
+) -> None:
+    program = bound.program
+    loads = [i for i, node in enumerate(program.nodes) if node.op == "load" and node.args]
+    if not loads:
+        return
+    inner = (None,) * len(program.reductions)
+    demand = _demand(bound, inputs, live)
+    for load in loads:
+        node = program.nodes[load]
+        indices = _evaluate(bound, inputs, node.args)
+        tensor = bound.tensors[int(node.attr)]  # type: ignore[call-overload]
+        for dim, index in enumerate(indices):
+            size = tensor.size(dim)
+            bad = ((index < -size) | (index >= size)) & demand[load]
+            if bool(bad.any()):
+                _explain(bad, index, live[(..., *inner)], (int(node.attr), dim), bound, inputs, mod)  # type: ignore[call-overload]
+
+
+def _demand(
+    bound: BoundProgram, inputs: dict[str, torch.Tensor], live: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """For each node the lanes whose result depends on it, with trailing reduction dimensions."""
+    nodes, inner = bound.program.nodes, len(bound.program.reductions)
+    demand = {bound.program.outputs[0]: live[(..., *(None,) * inner)]}
+    for index in reversed(range(len(nodes))):
+        wanted = demand.get(index)
+        if wanted is None:
+            continue
+        node = nodes[index]
+        parts = dict.fromkeys(node.args, wanted)
+        if node.op == "where":
+            condition, yes, no = node.args
+            taken = _evaluate(bound, inputs, (condition,))[0]
+            parts = {condition: wanted}
+            for arm, lanes in ((yes, wanted & taken), (no, wanted & ~taken)):
+                parts[arm] = parts[arm] | lanes if arm in parts else lanes
+        for arg, lanes in parts.items():
+            demand[arg] = demand[arg] | lanes if arg in demand else lanes
+    return demand
+
+
+def _evaluate(
+    bound: BoundProgram, inputs: dict[str, torch.Tensor], nodes: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """Values of some nodes, each with the four axes and then one dimension a reduction."""
+    program = dataclasses.replace(bound.program, outputs=nodes)
+    inner = len(program.reductions)
+    with torch.no_grad():
+        values = interpret(dataclasses.replace(bound, program=program), inputs)
+    return [v[(..., *(None,) * inner)] if v.ndim <= 4 else v for v in values]
+
+
+def _explain(
+    bad: torch.Tensor,
+    index: torch.Tensor,
+    live: torch.Tensor,
+    where: tuple[int, int],
+    bound: BoundProgram,
+    inputs: dict[str, torch.Tensor],
+    mod: Mod,
+) -> None:
+    slot, dim = where
+    bad, index, _ = torch.broadcast_tensors(bad, index, live)
+    at = bad.nonzero()[0].tolist()
+    value = int(index[tuple(at)])
+    place = []
+    for name, shown, axis in (("b", "b", 0), ("h", "h", 1), ("q", "q_idx", 2), ("kv", "kv_idx", 3)):
+        spots = inputs[name].flatten()
+        place.append(f"{shown}={int(spots[at[axis] if bad.size(axis) > 1 else 0])}")
+    tensor = bound.tensors[slot]
+    name = getattr(mod, "__qualname__", type(mod).__name__)
+    raise ShapeError(
+        f"mod '{name}' indexes {_name_of(tensor, slot, mod)} of shape {list(tensor.shape)} with "
+        f"{value} in dimension {dim}, at {', '.join(place)}; the range is "
+        f"{-tensor.size(dim)} to {tensor.size(dim) - 1}. Make the tensor larger, or clamp the "
+        "index inside the mod. (Without debug_bounds such an index is clamped silently.)"
+    )
+
+
+def _name_of(tensor: torch.Tensor, slot: int, mod: Mod) -> str:
+    """'table' if the mod's closure or globals hold this tensor under a name."""
+    code = getattr(mod, "__code__", None)
+    if code is not None:
+        cells = zip(code.co_freevars, getattr(mod, "__closure__", None) or (), strict=False)
+        for name, cell in cells:
+            if cell.cell_contents is tensor:
+                return f"captured tensor '{name}'"
+        for name in code.co_names:
+            if getattr(mod, "__globals__", {}).get(name) is tensor:
+                return f"captured tensor '{name}'"
+    return f"captured tensor number {slot}"

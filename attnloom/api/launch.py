@@ -1,0 +1,122 @@
+"""A planned call without its differentiable tensors: what autograd and the operators pass around.
+
+It must hold none of query, key, value and captured tensors: those go through autograd's saved
+tensors, where checkpointing, offloading hooks and version checks see them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from attnloom.backends.registry import AttentionCall, Backend, ForwardResult, Gradients
+from attnloom.block_mask import BlockLists
+from attnloom.ir.node import BoundProgram
+from attnloom.plan.kernel_plan import KernelPlan
+from attnloom.plan.problem import KernelOptions, compute_type
+
+Numbers = tuple[int | float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One planned call; `forward` and `backward` run it on tensors.
+
+    score_numbers, mask_numbers: values of the programs' numbers.
+    num_score_tensors: how many of the `tensors` of a run belong to the score program; the rest
+        are the mask program's.
+    """
+
+    plan: KernelPlan
+    backend: Backend
+    blocks: BlockLists | None
+    scale: float
+    score_numbers: Numbers
+    mask_numbers: Numbers
+    num_score_tensors: int
+
+    @property
+    def options(self) -> KernelOptions:
+        return self.plan.problem.options
+
+    def call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> AttentionCall:
+        """The call as a backend takes it; tensors: captured ones, the score program's first."""
+        plan = self.plan
+        score = mask = None
+        count = self.num_score_tensors
+        if plan.score is not None:
+            score = BoundProgram(plan.score, tensors[:count], self.score_numbers)
+        if plan.mask is not None:
+            mask = BoundProgram(plan.mask, tensors[count:], self.mask_numbers)
+        return AttentionCall(
+            query, key, value, score, mask, self.blocks, self.scale, plan.problem.options
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+        want_max_scores: bool,
+    ) -> ForwardResult:
+        """Run the forward; a problem without queries or keys never reaches the backend."""
+        if query.numel() == 0 or key.numel() == 0:
+            return _empty_forward(query, key, value, want_max_scores)
+        return self.backend.forward(self.call(query, key, value, tensors), want_max_scores)
+
+    def backward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+        saved: tuple[torch.Tensor, torch.Tensor],
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        """Run the backward; saved: out and lse of the forward."""
+        if query.numel() == 0 or key.numel() == 0:
+            zeros = (torch.zeros_like(x) for x in (query, key, value))
+            slots = self.grad_slots()
+            captured = tuple(
+                torch.zeros_like(t) if i in slots else None
+                for i, t in enumerate(tensors[: self.num_score_tensors])
+            )
+            return Gradients(*zeros, captured)
+        call = self.call(query, key, value, tensors)
+        return self.backend.backward(call, *saved, dout, dlse)
+
+    def grad_slots(self) -> tuple[int, ...]:
+        """Slots of the captured tensors that the backend returns a gradient for."""
+        if self.plan.score is None:
+            return ()
+        return tuple(i for i, t in enumerate(self.plan.score.tensors) if t.requires_grad)
+
+
+def _empty_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, want_max_scores: bool
+) -> ForwardResult:
+    real = compute_type(query.dtype, key.dtype, value.dtype).torch
+    rows = query.shape[:3]
+    out = query.new_zeros(*rows, value.size(3))
+    lse = query.new_full(rows, -math.inf, dtype=real)
+    return ForwardResult(out, lse, lse.clone() if want_max_scores else None)
+
+
+def flat_gradients(launch: Launch, grads: Gradients) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv and one gradient for each slot of launch.grad_slots()."""
+    captured = []
+    for slot in launch.grad_slots():
+        grad = grads.dtensors[slot]
+        assert grad is not None, "a backend left out the gradient of a captured tensor"
+        captured.append(grad)
+    return (grads.dq, grads.dk, grads.dv, *captured)

@@ -1,0 +1,53 @@
+"""The whole compiler on one screen: validate, trace, run passes, plan, launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from attnloom.api import autograd, bounds_check, validate
+from attnloom.api.options import read_options
+from attnloom.api.planning import plan_launch
+from attnloom.backends.reference import reference_forward
+from attnloom.block_mask import BlockMask
+from attnloom.plan.problem import compute_type
+from attnloom.trace.tracer import trace_mask, trace_score
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel_options: Mapping[str, object] | None,
+    want_max_scores: bool,
+) -> Outputs:
+    """out, lse and max_scores (None unless wanted) of one call of flex_attention."""
+    validate.check_inputs(query, key, value, enable_gqa)
+    factor = validate.read_scale(scale, query.size(3))
+    options = read_options(kernel_options)
+    lists = mask_mod = score = mask = None
+    if block_mask is not None:
+        validate.check_mask(block_mask, query, key)
+        lists, mask_mod = block_mask.lists(), block_mask.mask_mod
+    if options.backend == "reference":
+        result = reference_forward(query, key, value, score_mod, mask_mod, lists, factor)
+        return result.out, result.lse, result.max_scores if want_max_scores else None
+
+    device = query.device
+    if score_mod is not None:
+        validate.check_score_mod(score_mod)
+        score = trace_score(score_mod, compute_type(query.dtype, key.dtype, value.dtype), device)
+    if mask_mod is not None:
+        mask = trace_mask(mask_mod, device)
+    launch, tensors = plan_launch((query, key, value), score, mask, lists, factor, options)
+    if options.debug_bounds:
+        bounds_check.check(launch.call(query, key, value, tensors), score_mod, mask_mod)
+    return autograd.attention(launch, query, key, value, tensors, want_max_scores)

@@ -1,0 +1,151 @@
+"""From traced mods and inputs to a Launch: run the passes, choose the backend, remember both."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from attnloom.api.launch import Launch, Numbers
+from attnloom.backends import registry
+from attnloom.backends.registry import Backend
+from attnloom.block_mask import BlockLists
+from attnloom.errors import UnsupportedError
+from attnloom.ir.node import BoundProgram, Program
+from attnloom.ir.passes.simplify import simplify
+from attnloom.plan.choose import candidates
+from attnloom.plan.kernel_plan import KernelPlan
+from attnloom.plan.problem import KernelOptions, Problem
+from attnloom.stats import count
+
+_PLAN_LIMIT = 4096
+_plans: dict[tuple[object, ...], tuple[KernelPlan, Backend]] = {}
+_warned: set[str] = set()
+
+
+def bind(
+    program: Program | None, tensors: tuple[torch.Tensor, ...], numbers: Numbers
+) -> BoundProgram | None:
+    """A bound program, or None for no program."""
+    return None if program is None else BoundProgram(program, tensors, numbers)
+
+
+def plan_launch(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    score: BoundProgram | None,
+    mask: BoundProgram | None,
+    blocks: BlockLists | None,
+    scale: float,
+    options: KernelOptions,
+) -> tuple[Launch, tuple[torch.Tensor, ...]]:
+    """Plan a validated call; a Problem is planned once.
+
+    Returns:
+        the launch, and the captured tensors to run it with (those of the score program first).
+    Raises:
+        UnsupportedError: the chosen backend cannot run it.
+    """
+    query, key, value = inputs
+    # Problem's fields as a plain tuple, which takes a third of the time of building a Problem.
+    memo = (
+        query.device,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.size(3),
+        value.size(3),
+        None if score is None else score.program.digest,
+        None if mask is None else mask.program.digest,
+        blocks is None,
+        options,
+    )
+    found = _plans.get(memo)
+    if found is not None:
+        return _launch(found, score, mask, blocks, scale)
+    problem = Problem(
+        device=query.device,
+        dtypes=(query.dtype, key.dtype, value.dtype),
+        head_dim=query.size(3),
+        value_dim=value.size(3),
+        score=None if score is None else score.program.digest,
+        mask=None if mask is None else mask.program.digest,
+        has_blocks=blocks is not None,
+        options=options,
+    )
+    programs = (
+        _after_passes(score, options, "score"),
+        _after_passes(mask, options, "mask"),
+    )
+    for candidate in candidates(options, query.device.type, _has_compiler()):
+        plan = KernelPlan(problem, candidate.backend, *programs)
+        backend = registry.load(candidate.backend)
+        launch, tensors = _launch((plan, backend), score, mask, blocks, scale)
+        reason = backend.unsupported(launch.call(query, key, value, tensors))
+        if reason is None:
+            _announce(candidate.warning)
+            if len(_plans) >= _PLAN_LIMIT:
+                _plans.clear()
+            _plans[memo] = (plan, backend)
+            return launch, tensors
+        _reject(candidate.backend, reason, options)
+    raise UnsupportedError(f"no backend can run this problem: {reason}")
+
+
+def _launch(
+    planned: tuple[KernelPlan, Backend],
+    score: BoundProgram | None,
+    mask: BoundProgram | None,
+    blocks: BlockLists | None,
+    scale: float,
+) -> tuple[Launch, tuple[torch.Tensor, ...]]:
+    plan, backend = planned
+    score_numbers: Numbers = ()
+    mask_numbers: Numbers = ()
+    tensors: tuple[torch.Tensor, ...] = ()
+    if score is not None and plan.score is not None:
+        score_numbers, tensors = score.numbers, score.tensors
+    count_score = len(tensors)
+    if mask is not None and plan.mask is not None:
+        mask_numbers, tensors = mask.numbers, tensors + mask.tensors
+    launch = Launch(plan, backend, blocks, scale, score_numbers, mask_numbers, count_score)
+    return launch, tensors
+
+
+def _after_passes(
+    bound: BoundProgram | None, options: KernelOptions, purpose: str
+) -> Program | None:
+    """The program as backends see it; None for an identity score or an always true mask."""
+    if bound is None:
+        return None
+    program = simplify(bound.program, exact=options.exact_math)
+    result = program.nodes[program.outputs[0]]
+    if purpose == "score" and result.op == "input" and result.attr == "score":
+        return None
+    if purpose == "mask" and result.op == "const" and result.attr is True:
+        return None
+    return program
+
+
+def _has_compiler() -> bool:
+    from attnloom.backends.cpu import toolchain
+
+    return toolchain.available() is not None
+
+
+def _announce(warning: str | None) -> None:
+    if warning is None:
+        return
+    count("fallbacks")
+    if warning not in _warned:
+        _warned.add(warning)
+        warnings.warn(warning, UserWarning, stacklevel=2)
+
+
+def _reject(backend: str, reason: str, options: KernelOptions) -> None:
+    """Raise if the caller chose this backend; else say why the next one is tried."""
+    if options.backend != "auto":
+        raise UnsupportedError(
+            f"backend '{backend}' cannot run this: {reason} "
+            "Use backend='auto' to let attnloom choose."
+        )
+    _announce(f"backend '{backend}' cannot run this: {reason} A slower backend runs it instead.")

@@ -1,0 +1,204 @@
+"""Every mistake that a caller of flex_attention can make, found before anything is launched.
+
+A message says what is wrong in the caller's names and values, why, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+
+from attnloom.block_mask import BlockMask
+from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+
+DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+def check_inputs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> None:
+    """Ranks, sizes, dtypes and devices of query, key and value.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, UnsupportedError (nested tensors), OptionError (an
+        argument is not a tensor).
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor):
+            raise OptionError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+        if tensor.is_nested:
+            raise UnsupportedError(
+                f"{name} is a nested tensor. flex_attention takes dense [B, H, L, D] tensors: "
+                "pack the sequences into one row and keep them apart with "
+                "BlockMask.from_cu_seqlens, or pad them and mask the padding."
+            )
+        if tensor.dtype not in DTYPES:
+            raise DtypeError(
+                f"{name} is {tensor.dtype}; attention takes float64, float32, bfloat16 and "
+                f"float16. Convert it first, for example {name}.to(torch.bfloat16)."
+            )
+    # [B, Hq, Q_LEN, D], [Bkv, Hkv, KV_LEN, D], [Bkv, Hkv, KV_LEN, Dv]
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) == 4:
+        _explain_rank(query, key, value)
+    if q[3] != k[3] or k[:3] != v[:3] or not q[3] or not v[3]:
+        _explain_sizes(query, key, value)
+    if q[0] != k[0] and k[0] != 1:
+        raise ShapeError(
+            f"query has batch {q[0]}, key and value have {k[0]}; the batches must be equal, or 1 "
+            f"for a key and value that every batch entry shares. {_shapes(query, key, value)}"
+        )
+    if q[1] != k[1]:
+        _check_heads(query, key, value, enable_gqa)
+    if not query.device == key.device == value.device:
+        raise DeviceError(
+            f"query is on {query.device}, key on {key.device}, value on {value.device}; all three "
+            "must be on one device. Move them with .to(device)."
+        )
+
+
+def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    return f"Got query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}."
+
+
+def _explain_rank(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ShapeError(
+                f"{name} has {tensor.dim()} dimensions; it must have 4: [batch, heads, length, "
+                f"head_dim]. Use unsqueeze, or view and transpose for a packed projection. "
+                f"{_shapes(query, key, value)}"
+            )
+
+
+def _explain_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    got = _shapes(query, key, value)
+    if query.size(3) != key.size(3):
+        raise ShapeError(
+            f"query has head_dim {query.size(3)}, key has {key.size(3)}; they are multiplied, so "
+            f"they must be equal (only value's may differ). {got}"
+        )
+    for axis, what in enumerate(("batch", "heads", "length")):
+        if key.size(axis) != value.size(axis):
+            raise ShapeError(
+                f"key has {what} {key.size(axis)}, value has {value.size(axis)}; every key needs "
+                f"its value, so these must be equal. {got}"
+            )
+    name = "value" if query.size(3) else "query"
+    raise ShapeError(f"{name} has head_dim 0; it must be at least 1. {got}")
+
+
+def _check_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> None:
+    hq, hkv = query.size(1), key.size(1)
+    got = _shapes(query, key, value)
+    if not enable_gqa:
+        raise ShapeError(
+            f"query has {hq} heads, key and value have {hkv}; without grouped queries these must "
+            f"be equal. Pass enable_gqa=True to share each key head between query heads. {got}"
+        )
+    if hkv == 0 or hq % hkv:
+        raise ShapeError(
+            f"query has {hq} heads, key has {hkv}; query heads must be a multiple of key heads. "
+            f"{got}"
+        )
+
+
+def read_scale(scale: object, head_dim: int) -> float:
+    """The factor on query @ key^T: `scale`, or 1 / sqrt(head_dim) when it is None.
+
+    Raises:
+        OptionError: not a finite number.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if type(scale) is float or (isinstance(scale, Real) and not isinstance(scale, bool)):
+        number = float(scale)
+        if math.isfinite(number):
+            return number
+    shown = f"a tensor of shape {list(scale.shape)}" if isinstance(scale, torch.Tensor) else scale
+    raise OptionError(
+        f"scale is {shown!s}; it must be a finite Python number or None (1 / sqrt(head_dim)). "
+        "For a learned or per-head scale multiply query by it, or capture it in score_mod."
+    )
+
+
+def check_mask(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Lengths, batch, heads and device of a mask against the inputs it is used with.
+
+    Raises:
+        ShapeError, DeviceError, OptionError (not an attnloom.BlockMask).
+    """
+    if not isinstance(block_mask, BlockMask):
+        _explain_mask_type(block_mask)
+    num_batches, num_heads, q_len, kv_len = block_mask.shape
+    batch, heads, rows, _ = query.shape
+    if rows != q_len or key.size(2) != kv_len:
+        _explain_lengths(block_mask, rows, key.size(2))
+    for what, have, want in (("batch", num_batches, batch), ("heads", num_heads, heads)):
+        if have != 1 and have != want:
+            raise ShapeError(
+                f"block_mask was made for {what} {have}, query has {want}; they must be equal, or "
+                f"1 for a mask that is the same for all. Build it with "
+                f"create_block_mask(mask_mod, {batch}, {heads}, {q_len}, {kv_len}), or with None "
+                f"in place of {want} to share it. Got block_mask {list(block_mask.shape)}, query "
+                f"{list(query.shape)}."
+            )
+    device = block_mask.device
+    if device != query.device:
+        raise DeviceError(
+            f"block_mask is on {device}, query on {query.device}; move the mask once with "
+            f"block_mask.to('{query.device}')."
+        )
+
+
+def _explain_lengths(block_mask: BlockMask, rows: int, keys: int) -> None:
+    q_len, kv_len = block_mask.shape[-2:]
+    text = (
+        f"block_mask was made for Q_LEN {q_len} and KV_LEN {kv_len}, but query has length {rows} "
+        f"and key {keys}. A mask is tied to token positions, so it is never cut or stretched "
+        "silently. "
+    )
+    if rows > q_len or keys > kv_len:
+        fix = (
+            f"It does not cover these inputs: build one with create_block_mask(mask_mod, B, H, "
+            f"{rows}, {keys})."
+        )
+    else:
+        fix = f"For the first {rows} queries and {keys} keys use block_mask.crop({rows}, {keys})"
+        if rows < q_len:
+            fix += (
+                f"; for queries from position p on (decoding) use block_mask.rows(p, p + {rows})"
+            )
+            if keys < kv_len:
+                fix += f".crop({rows}, {keys})"
+        fix += f"; or build create_block_mask(mask_mod, B, H, {rows}, {keys})."
+    raise ShapeError(text + fix)
+
+
+def _explain_mask_type(block_mask: object) -> None:
+    kind = f"{type(block_mask).__module__}.{type(block_mask).__qualname__}"
+    if kind == "torch.nn.attention.flex_attention.BlockMask":
+        fix = (
+            "Import create_block_mask from attnloom instead of torch.nn.attention.flex_attention; "
+            "its arguments are the same."
+        )
+    elif callable(block_mask):
+        fix = "Pass create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead of the mask_mod."
+    elif isinstance(block_mask, torch.Tensor):
+        fix = "Make a BlockMask of a dense bool mask with attnloom.BlockMask.from_dense(mask)."
+    else:
+        fix = "Build one with attnloom.create_block_mask."
+    raise OptionError(f"block_mask is a {kind}; it must be an attnloom.BlockMask. {fix}")
+
+
+def check_score_mod(score_mod: object) -> None:
+    """Raise OptionError if score_mod is not something that can be called."""
+    if not callable(score_mod):
+        raise OptionError(
+            f"score_mod is a {type(score_mod).__name__}; it must be a function "
+            "score_mod(score, b, h, q_idx, kv_idx) that returns the new score, or None."
+        )
