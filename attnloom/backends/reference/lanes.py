@@ -31,14 +31,14 @@ _CALLS_BOOL = torch.Tensor.__bool__
 _CALLS_GETITEM = torch.Tensor.__getitem__
 
 
-class _LanesDisagree(Exception):
+class _LanesDisagreeError(Exception):
     """The mod branches on a value that differs between lanes; `truth` [lanes] is that value."""
 
     def __init__(self, truth: torch.Tensor) -> None:
         self.truth = truth
 
 
-class _TooManyLanes(Exception):
+class _TooManyLanesError(Exception):
     """An intermediate value would pass MAX_ELEMENTS with this many lanes."""
 
 
@@ -63,7 +63,7 @@ def evaluate_lanes(mod: Callable[..., Any], *lanes: torch.Tensor) -> torch.Tenso
         chunk = tuple(lane[start : start + width] for lane in lanes)
         try:
             parts.append(_run(mod, chunk))
-        except _TooManyLanes:
+        except _TooManyLanesError:
             width = max(width // 4, 1)
             continue
         start += width
@@ -74,7 +74,7 @@ def _run(mod: Callable[..., Any], lanes: tuple[torch.Tensor, ...]) -> torch.Tens
     """One chunk, parted as often as its lanes disagree."""
     try:
         return _vectorised(mod, lanes)
-    except _LanesDisagree as split:
+    except _LanesDisagreeError as split:
         sides = [split.truth.nonzero()[:, 0], (~split.truth).nonzero()[:, 0]]
         parts = [_run(mod, tuple(lane[side] for lane in lanes)) for side in sides]
         return torch.cat(parts)[torch.cat(sides).argsort()]
@@ -149,9 +149,11 @@ class _LaneMode(TorchFunctionMode):
                 picks[dim] = _wrapped_and_clamped(entry, size)
             dim += 1
         if 0 in tensor.shape:
-            return tensor.new_zeros([n for n, pick in zip(tensor.shape, picks) if pick is None])
+            return tensor.new_zeros(
+                [n for n, pick in zip(tensor.shape, picks, strict=True) if pick is None]
+            )
         if kept * self._width > MAX_ELEMENTS and self._width > 1:
-            raise _TooManyLanes
+            raise _TooManyLanesError
         return torch.ops.aten.index.Tensor(tensor, picks)
 
 
@@ -166,7 +168,7 @@ def _truth(value: torch.Tensor) -> bool:
         return True
     if not bool(truth.any()):
         return False
-    raise _LanesDisagree(truth)
+    raise _LanesDisagreeError(truth)
 
 
 def _is_integer_lookup(index: tuple[Any, ...]) -> bool:

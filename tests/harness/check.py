@@ -1,0 +1,165 @@
+"""The one helper that asserts: an implementation against the float64 oracle, by error budget.
+
+Every result (out, lse, max_scores, dq, dk, dv, each captured gradient) must satisfy
+
+    max error   <= 2 x that of eager attention in the same dtype + slack * max |oracle|
+    mean error  <= 1.5 x that of eager attention + slack / 8 * mean |oracle|
+    gain        <x, oracle> / <oracle, oracle> within 1e-3 of 1 (more only where eager is farther)
+
+where slack is SLACK epsilons of the result's own dtype: one rounding in half precision; in float32
+what another order of summation does; in float64 also what the oracle itself rounds.
+An error of eager attention in a tensor of few elements may be small by luck, and those of captured
+gradients are such tensors: below FEW elements, the largest error of several draws counts, and the
+mean, which says no more than the maximum there, is not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tests.harness.case import Case, Problem, draw_problem
+from tests.harness.implementations import (
+    Implementation,
+    eager,
+    fresh_memory_is_nan,
+    oracle,
+)
+
+FEW = 64
+EXTRA_DRAWS = 3
+GAIN_TOLERANCE = 1e-3
+SLACK = {torch.float64: 32, torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
+Results = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a result is from the oracle, over the elements that the oracle has finite."""
+
+    largest: float
+    mean: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that each error of a result may be; gain is the distance from 1."""
+
+    largest: float
+    mean: float
+    gain: float
+
+
+def check_attention(case: Case, implementation: Implementation, *, backward: bool = True) -> None:
+    """Assert that an implementation is as accurate on a case as the budget asks.
+
+    Args:
+        case: the problem; inputs are drawn in its dtype, and upcast for the oracle.
+        implementation: Problem -> (out, lse, max_scores or None).
+        backward: whether to check gradients of query, key, value and learnable captures.
+    """
+    problem = draw_problem(case)
+    truth = run(problem.copy(torch.float64), oracle, backward)
+    rough = run(problem.copy(), eager, backward)
+    with fresh_memory_is_nan():
+        mine = run(problem.copy(), implementation, backward)
+    few = [name for name, x in truth.items() if 0 < x.numel() < FEW]
+    allowed = {name: _errors(rough[name], truth[name]) for name in truth}
+    for seed in range(1, EXTRA_DRAWS + 1) if few else ():
+        other = draw_problem(case.with_seed(case.seed + 1000 * seed))
+        exact = run(other.copy(torch.float64), oracle, backward)
+        inexact = run(other, eager, backward)
+        for name in few:
+            allowed[name] = _worst(allowed[name], _errors(inexact[name], exact[name]))
+    problems = []
+    for name, result in mine.items():
+        dtype = _expected_dtype(name, problem)
+        problems += _violations(name, result, truth[name], allowed[name], dtype)
+    assert not problems, "\n  ".join([f"{case}: outside the error budget", *problems])
+
+
+def run(problem: Problem, implementation: Implementation, backward: bool) -> Results:
+    """Outputs and gradients of one implementation by name."""
+    with torch.set_grad_enabled(backward):
+        out, lse, max_scores = implementation(problem)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    if max_scores is not None:
+        results["max_scores"] = max_scores.detach()
+    if backward:
+        leaves = problem.leaves
+        loss = [(out, problem.dout.to(out.dtype))]
+        if problem.dlse is not None:
+            reached = torch.isfinite(lse.detach())
+            loss.append((lse, torch.where(reached, problem.dlse, 0.0).to(lse.dtype)))
+        tensors, weights = zip(*[pair for pair in loss if pair[0].requires_grad], strict=True)
+        grads = torch.autograd.grad(tensors, list(leaves.values()), weights, allow_unused=True)
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+            results[name] = torch.zeros_like(leaf) if grad is None else grad
+    return results
+
+
+def _expected_dtype(name: str, problem: Problem) -> torch.dtype:
+    if name in ("lse", "max_scores"):
+        wide = problem.query.dtype == torch.float64
+        return torch.float64 if wide else torch.float32
+    return problem.dout.dtype if name == "out" else problem.leaves[name].dtype
+
+
+def _errors(result: torch.Tensor, truth: torch.Tensor) -> Errors:
+    finite = torch.isfinite(truth)
+    x, y = result.double()[finite], truth[finite]
+    if not y.numel():
+        return Errors(0.0, 0.0, 1.0)
+    error = (x - y).abs()
+    energy = float(y @ y)
+    gain = float(x @ y) / energy if energy else 1.0
+    return Errors(float(error.max()), float(error.mean()), gain)
+
+
+def _worst(one: Errors, other: Errors) -> Errors:
+    gain = max(one.gain, other.gain, key=lambda g: abs(g - 1))
+    return Errors(max(one.largest, other.largest), max(one.mean, other.mean), gain)
+
+
+def _violations(
+    name: str, result: torch.Tensor, truth: torch.Tensor, rough: Errors, dtype: torch.dtype
+) -> list[str]:
+    if result.dtype != dtype or result.shape != truth.shape:
+        got = f"{result.dtype} {list(result.shape)}"
+        return [f"{name}: is {got}, must be {dtype} {list(truth.shape)}"]
+    finite = torch.isfinite(truth)
+    wrong = (torch.isfinite(result) != finite) | (~finite & (result.double() != truth))
+    if bool(wrong.any()):
+        first = tuple(int(i) for i in wrong.nonzero()[0])
+        count = f"{int(wrong.sum())} of {wrong.numel()}"
+        return [f"{name}: {count} not as finite as the oracle, first at {first}: "
+                f"{float(result[first])} instead of {float(truth[first])}"]  # fmt: skip
+    budget = _budget(truth[finite], rough, SLACK[dtype] * torch.finfo(dtype).eps)
+    mine = _errors(result, truth)
+    found = []
+    for what, value, limit in (
+        ("max error", mine.largest, budget.largest),
+        ("mean error", mine.mean, budget.mean),
+        ("distance of gain from 1", abs(mine.gain - 1), budget.gain),
+    ):
+        if not value <= limit:  # also true of NaN
+            found.append(f"{name}: {what} {value:.3e} passes {limit:.3e}")
+    return found
+
+
+def _budget(truth: torch.Tensor, rough: Errors, slack: float) -> Budget:
+    if not truth.numel():
+        return Budget(0.0, 0.0, 0.0)
+    size = truth.abs()
+    # Rounding of n alike elements moves the gain by about slack / sqrt(n).
+    energy = float((size**2).sum())
+    alike = energy**2 / float((size**4).sum()) if energy else 1.0
+    mean = 1.5 * rough.mean + slack / 8 * float(size.mean())
+    return Budget(
+        largest=2 * rough.largest + slack * float(size.max()),
+        mean=mean if truth.numel() >= FEW else math.inf,
+        gain=max(GAIN_TOLERANCE, 2 * abs(rough.gain - 1)) + slack / math.sqrt(alike),
+    )
