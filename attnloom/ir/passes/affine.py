@@ -30,7 +30,7 @@ class Affine:
     constant: int = 0
 
     def plus(self, other: Affine) -> Affine:
-        factors = dict((node, factor) for factor, node in self.terms)
+        factors = {node: factor for factor, node in self.terms}
         for factor, node in other.terms:
             factors[node] = factors.get(node, 0) + factor
         terms = tuple((factor, node) for node, factor in sorted(factors.items()) if factor)

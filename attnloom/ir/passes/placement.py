@@ -88,7 +88,7 @@ def place(program: Program) -> Placement:
         if readers[index] - {levels[index]}:
             stored[levels[index]].append(index)
     loops = {
-        index: Loop(index, _body(program, index, inner))
+        index: Loop(index, loop_body(program, *node.args))
         for index, node in enumerate(program.nodes)
         if node.op == "reduce"
     }
@@ -115,17 +115,21 @@ def _readers(
     return readers
 
 
-def _body(program: Program, reduce: int, inner: tuple[bool, ...]) -> tuple[int, ...]:
-    """Nodes with R axes that the reduction needs. A nested reduction is one node: its own loop
-    lists the rest, unless a node of this body needs it too."""
+def loop_body(program: Program, *roots: int) -> tuple[int, ...]:
+    """Nodes with R axes that one step of a loop computes for these roots, in order, roots included
+    if they have R axes themselves.
+
+    A reduction among them is one node: its own loop lists what only it needs. Used for the operand
+    of a reduction, and for the outputs of a gradient program that vary along an R axis.
+    """
     needed: set[int] = set()
-    pending = [a for a in program.nodes[reduce].args if inner[a]]
+    pending = list(roots)
     while pending:
         index = pending.pop()
-        if index in needed:
+        if index in needed or not program.axes[index] & ~Axes.ALL:
             continue
         needed.add(index)
         node = program.nodes[index]
         if node.op != "reduce":
-            pending += [a for a in node.args if inner[a]]
+            pending += node.args
     return tuple(sorted(needed))
