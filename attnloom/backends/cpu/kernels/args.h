@@ -1,0 +1,121 @@
+// What the launcher hands to a kernel, and what follows from it.
+//
+//   B, Hq, Hkv   batches, query heads, key heads       G         query heads of one key head
+//   q_len, kv_len  tokens                              D, DV     sizes of a key and of a value row
+//   tile         TILE_M query rows x TILE_N keys       block     a tile of the BlockMask
+//   unit         what one FMA consumes: one real, or a pair of bfloat16 in 32 bits (BF16_PAIRS)
+//
+// Sizes are run-time values: one build serves every shape. Layout of AttentionArgs is mirrored by
+// launch_args.py; every field has 8 bytes.
+#ifndef ATTNLOOM_ARGS_H
+#define ATTNLOOM_ARGS_H
+
+#include "simd.h"
+
+#ifndef TILE_M
+#define TILE_M 64
+#endif
+#ifndef TILE_N
+#define TILE_N 128
+#endif
+
+// BF16_INPUTS says that query, key and value are all bfloat16. Where the CPU multiplies pairs of
+// bfloat16, tiles stay in that form; elsewhere they are widened while they are packed.
+#ifndef BF16_INPUTS
+#define BF16_INPUTS 0
+#endif
+#if BF16_INPUTS && defined(__AVX512BF16__) && VECTOR_BYTES == 64 && !REAL_IS_DOUBLE
+#define BF16_PAIRS 1
+#define UNIT_ELEMENTS 2
+#else
+#define BF16_PAIRS 0
+#define UNIT_ELEMENTS 1
+#endif
+
+enum Dtype : i64 { DTYPE_F32 = 0, DTYPE_F64 = 1, DTYPE_BF16 = 2, DTYPE_F16 = 3 };
+
+// A [batch, head, row, element] tensor with unit stride in its last dimension; strides in elements.
+struct Operand {
+    char* data;
+    i64 stride_b, stride_h, stride_row;
+    i64 dtype;
+};
+
+typedef void (*ParallelBody)(i64 begin, i64 end, void* context);
+typedef int (*ParallelFor)(i64 begin, i64 end, i64 grain, ParallelBody body, void* context);
+
+struct AttentionArgs {
+    Operand query, key, value, out, dout, dq, dk, dv;
+    // [B, Hq, q_len], contiguous. max_scores and dlse may be null.
+    real *lse, *max_scores;
+    const real* dlse;
+    // Ragged lists of live blocks (attnloom/block_mask.py); row_offsets null: every block is full.
+    const i64* row_offsets;
+    const i32* entries;
+    i64 mask_batches, mask_heads, q_block, kv_block, mask_q_len, q_offset, kv_offset;
+    i64 B, Bkv, Hq, Hkv, q_len, kv_len, head_dim, value_dim;
+    const TensorArg* tensors;
+    const double* reals;
+    const i64* ints;
+    // [num_lanes][num_tensors]; null without captured gradients.
+    real* const* grads;
+    i64 num_tensors;
+    // Null: run on the calling thread.
+    ParallelFor parallel_for;
+    i64 num_threads;
+    char* workspace;
+    // Backward: how the query rows of a key head are split, and lanes of tasks run in order.
+    i64 row_chunks, head_chunks, num_lanes;
+    // Decode: parts that the keys are split into, and query heads folded into one tile.
+    i64 num_splits, fold;
+    double scale;
+};
+
+INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
+INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+INLINE i64 round_up(i64 a, i64 b) { return ceil_div(a, b) * b; }
+
+INLINE i64 element_bytes(i64 dtype) {
+    return dtype == DTYPE_F64 ? 8 : dtype == DTYPE_F32 ? 4 : 2;
+}
+INLINE char* row_at(const Operand& t, i64 b, i64 h, i64 row) {
+    i64 offset = b * t.stride_b + h * t.stride_h + row * t.stride_row;
+    return t.data + offset * element_bytes(t.dtype);
+}
+
+// Sizes of packed tiles.
+struct Geometry {
+    i64 key_units, value_units;  // units in a key row and in a value row, as GEMM depth
+    i64 key_lanes, value_lanes;  // reals in the same rows, padded to whole vectors, as GEMM width
+    i64 num_key_tiles, tile_m, num_row_tiles;
+    i64 heads_per_kv;  // G
+
+    explicit Geometry(const AttentionArgs& args) {
+        key_units = ceil_div(args.head_dim, UNIT_ELEMENTS);
+        value_units = ceil_div(args.value_dim, UNIT_ELEMENTS);
+        key_lanes = round_up(args.head_dim, W);
+        value_lanes = round_up(args.value_dim, W);
+        num_key_tiles = ceil_div(args.kv_len, TILE_N);
+        // A tile of rows never crosses a block, so that one list serves it.
+        tile_m = args.row_offsets ? min_i64(TILE_M, args.q_block) : TILE_M;
+        num_row_tiles = ceil_div(args.q_len, tile_m);
+        heads_per_kv = args.Hkv ? args.Hq / args.Hkv : 0;
+    }
+};
+
+// Hands out aligned pieces of the workspace; with a null base it only counts bytes.
+struct Arena {
+    char* base;
+    i64 used;
+
+    explicit Arena(char* memory) : base(memory), used(0) {}
+
+    template <class T> T* take(i64 count) {
+        T* piece = (T*)(base + used);
+        used = round_up(used + count * (i64)sizeof(T), 64);
+        return piece;
+    }
+};
+
+#endif

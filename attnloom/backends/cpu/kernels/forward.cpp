@@ -1,0 +1,207 @@
+// Forward of fused attention: out = softmax(score_mod(scale * Q K^T)) V over the live tiles.
+//
+//   kv head     one (batch, head) of key and value          wave    kv heads packed at a time
+//   row tile    up to TILE_M query rows of one query head   packed  see pack.h
+//
+// Parallelisation: a first region packs the live key tiles of a wave, transposed, and its values; a
+// second one computes row tiles, longest list first, each drawn by the next free thread. A wave is
+// bounded in bytes, so that memory does not grow with batch and heads.
+#include "gemm.h"
+#include "online_softmax.h"
+#include "pack.h"
+#include "parallel.h"
+#include "tiles.h"
+
+static const i64 WAVE_BYTES = 32 << 20;
+
+// Values that already have the form GEMM reads are used where they are.
+INLINE bool value_in_place(const AttentionArgs& args) {
+    i64 own = REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;
+    return !BF16_PAIRS && args.value.dtype == own && args.value_dim % W == 0;
+}
+
+struct ForwardLayout {
+    Geometry sizes;
+    i64 wave_heads, num_kv_heads, tasks_per_head;
+    i64 key_tile, value_tile, query_row;  // reals
+    real *keys, *values;                  // [wave_heads][num_key_tiles][...]
+    u8* live;                             // [wave_heads][num_key_tiles]
+    i32* order;                           // [wave_heads * tasks_per_head]
+    char* scratch;                        // [workers][worker_bytes]
+    i64 worker_bytes, total_bytes;
+
+    explicit ForwardLayout(const AttentionArgs& args) : sizes(args) {
+        num_kv_heads = args.Bkv * args.Hkv;
+        // Query heads that read one kv head, in all batches that share it, times row tiles.
+        tasks_per_head = sizes.heads_per_kv * (args.Bkv ? args.B / args.Bkv : 0) * sizes.num_row_tiles;
+        key_tile = sizes.key_units * TILE_N;
+        value_tile = value_in_place(args) ? 0 : sizes.value_lanes * TILE_N / UNIT_ELEMENTS;
+        query_row = round_up(sizes.key_units, W);
+        i64 head_bytes = max_i64(1, sizes.num_key_tiles * (key_tile + value_tile) * (i64)sizeof(real));
+        i64 fitting = max_i64(num_workers(args), WAVE_BYTES / head_bytes);
+        wave_heads = min_i64(num_kv_heads, fitting);
+        worker_bytes = Scratch(nullptr, *this).used;
+        Arena arena(args.workspace);
+        keys = arena.take<real>(wave_heads * sizes.num_key_tiles * key_tile);
+        values = arena.take<real>(wave_heads * sizes.num_key_tiles * value_tile);
+        live = arena.take<u8>(wave_heads * sizes.num_key_tiles);
+        order = arena.take<i32>(wave_heads * tasks_per_head);
+        scratch = arena.take<char>(num_workers(args) * worker_bytes);
+        total_bytes = arena.used;
+    }
+
+    // Private to a worker.
+    struct Scratch {
+        real *query, *scores, *acc;
+        u16* pairs;
+        i8* mask;
+        i64 used;
+
+        Scratch(char* memory, const ForwardLayout& layout) {
+            Arena arena(memory);
+            query = arena.take<real>(TILE_M * layout.query_row);
+            scores = arena.take<real>(TILE_M * TILE_N);
+            acc = arena.take<real>(TILE_M * layout.sizes.value_lanes);
+            pairs = arena.take<u16>(BF16_PAIRS ? TILE_M * TILE_N : 0);
+            mask = arena.take<i8>(TILE_M * TILE_N);
+            used = arena.used;
+        }
+    };
+};
+
+// The query head and row tile of task `t` of a kv head.
+struct RowTask {
+    i64 b, h, q0;
+
+    RowTask(const AttentionArgs& args, const Geometry& sizes, i64 kv_head, i64 t) {
+        i64 row_tile = t % sizes.num_row_tiles, head = t / sizes.num_row_tiles;
+        i64 batch_step = head / sizes.heads_per_kv;
+        b = args.Bkv == args.B ? kv_head / args.Hkv : batch_step;
+        h = kv_head % args.Hkv * sizes.heads_per_kv + head % sizes.heads_per_kv;
+        q0 = row_tile * sizes.tile_m;
+    }
+};
+
+// Marks the key tiles that some row of the wave reads, and sorts its tasks by falling work.
+static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i64 first_head, i64 num_heads) {
+    const Geometry& sizes = layout.sizes;
+    i64 num_tasks = num_heads * layout.tasks_per_head;
+    if (!args.row_offsets) {
+        __builtin_memset(layout.live, 1, num_heads * sizes.num_key_tiles);
+        for (i64 t = 0; t < num_tasks; t++) layout.order[t] = (i32)t;
+        return;
+    }
+    __builtin_memset(layout.live, 0, num_heads * sizes.num_key_tiles);
+    const i64 num_buckets = 256;
+    i64 starts[num_buckets + 1] = {};
+    i64 most = 1 + sizes.num_key_tiles * max_i64(1, TILE_N / args.kv_block);
+    // Two passes of a counting sort; bucket 0 holds the longest lists.
+    for (int pass = 0; pass < 2; pass++) {
+        Span previous = {-1, -1};
+        i64 marked_head = -1;
+        for (i64 t = 0; t < num_tasks; t++) {
+            i64 head = t / layout.tasks_per_head;
+            RowTask task(args, sizes, first_head + head, t % layout.tasks_per_head);
+            Span steps = key_steps(args, task.b, task.h, task.q0);
+            i64 work = min_i64(steps.end - steps.begin, most - 1);
+            i64 bucket = (most - 1 - work) * num_buckets / most;
+            if (pass == 1) {
+                layout.order[starts[bucket]++] = (i32)t;
+                continue;
+            }
+            starts[bucket + 1]++;
+            if (steps.begin == previous.begin && marked_head == head) continue;
+            previous = steps;
+            marked_head = head;
+            KeyTiles tiles(args, steps.begin, steps.end);
+            for (KeyTile tile; tiles.next(tile);) layout.live[head * sizes.num_key_tiles + tile.index] = 1;
+        }
+        if (pass == 0)
+            for (i64 i = 0; i < num_buckets; i++) starts[i + 1] += starts[i];
+    }
+}
+
+static void pack_tile(const AttentionArgs& args, const ForwardLayout& layout, i64 first_head, i64 task) {
+    const Geometry& sizes = layout.sizes;
+    if (!layout.live[task]) return;
+    i64 kv_head = first_head + task / sizes.num_key_tiles, tile = task % sizes.num_key_tiles;
+    i64 b = kv_head / args.Hkv, h = kv_head % args.Hkv, k0 = tile * TILE_N;
+    i64 count = min_i64(TILE_N, args.kv_len - k0);
+    pack_transposed(Rows(args.key, b, h, k0, count, args.head_dim), layout.keys + task * layout.key_tile);
+    if (layout.value_tile)
+        pack_right(Rows(args.value, b, h, k0, count, args.value_dim), TILE_N, sizes.value_lanes,
+                   layout.values + task * layout.value_tile);
+}
+
+static void write_rows(const AttentionArgs& args, const RowGroup& group, const SoftmaxState& state) {
+    i64 row = (group.b * args.Hq + group.h) * args.q_len + group.q0;
+    for (i32 i = 0; i < group.num_rows; i++) {
+        real m = state.m[i], l = state.l[i];
+        store_row(row_at(args.out, group.b, group.h, group.q0 + i), args.out.dtype, args.value_dim,
+                  state.acc + i * state.value_lanes, l == 0 ? (real)0 : 1 / l);
+        args.lse[row + i] = row_lse(m, l);
+        if (args.max_scores) args.max_scores[row + i] = row_max(m, l);
+    }
+}
+
+// One row tile of one query head against all its live key tiles.
+static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 worker, i64 first_head, i64 task) {
+    const Geometry& sizes = layout.sizes;
+    i64 head = task / layout.tasks_per_head, kv_head = first_head + head;
+    RowTask place(args, sizes, kv_head, task % layout.tasks_per_head);
+    ForwardLayout::Scratch scratch(layout.scratch + worker * layout.worker_bytes, layout);
+    ModArgs mods = mod_args(args, nullptr);
+    RowGroup group;
+    enter_head(mods, place.b, place.h, group);
+    i64 num_rows = min_i64(sizes.tile_m, args.q_len - place.q0), num_panels = ceil_div(num_rows, MR);
+    enter_rows(args, mods, place.q0, num_rows, group);
+    pack_units(Rows(args.query, place.b, place.h, place.q0, num_rows, args.head_dim), num_panels * MR,
+               layout.query_row, scratch.query);
+
+    real m[TILE_M], l[TILE_M];
+    SoftmaxState state = {scratch.scores, scratch.pairs, scratch.mask, scratch.acc, m, l, sizes.value_lanes};
+    state.reset(num_panels * MR);
+    Range columns[MAX_PANELS];
+    TileColumn column;
+    Span steps = key_steps(args, place.b, place.h, place.q0);
+    KeyTiles tiles(args, steps.begin, steps.end);
+    for (KeyTile tile; tiles.next(tile);) {
+        i64 k0 = tile.index * TILE_N, packed = head * sizes.num_key_tiles + tile.index;
+        if (tile.masked) {
+            fill_mask(args, mods, group, tile, state.mask);
+            if (!live_columns(tile, state.mask, group.num_rows, columns)) continue;
+        } else {
+            for (i64 p = 0; p < num_panels; p++) columns[p] = {tile.begin, tile.end};
+        }
+        multiply_columns(num_panels, columns, sizes.key_units, scratch.query, layout.query_row,
+                         layout.keys + packed * layout.key_tile, state.scores);
+        enter_keys(mods, group, k0, column);
+        auto softmax = tile.masked ? softmax_rows<true> : softmax_rows<false>;
+        softmax(mods, group, column, k0, columns, score_scale(args), state);
+        bool in_place = layout.value_tile == 0;
+        const real* values = in_place ? (const real*)row_at(args.value, kv_head / args.Hkv, kv_head % args.Hkv, k0)
+                                      : layout.values + packed * layout.value_tile;
+        accumulate_values(num_panels, columns, args.kv_len - k0, values,
+                          in_place ? args.value.stride_row : sizes.value_lanes, state);
+    }
+    write_rows(args, group, state);
+}
+
+extern "C" i64 attnloom_workspace(const AttentionArgs* args) { return ForwardLayout(*args).total_bytes; }
+
+// Returns 1 if the launcher has to run the build with WIDE_INTS instead.
+extern "C" i64 attnloom_run(const AttentionArgs* given) {
+    const AttentionArgs& args = *given;
+    ForwardLayout layout(args);
+    int overflow = 0;
+    for (i64 first = 0; first < layout.num_kv_heads; first += layout.wave_heads) {
+        i64 heads = min_i64(layout.wave_heads, layout.num_kv_heads - first);
+        plan_wave(args, layout, first, heads);
+        run_tasks(args, heads * layout.sizes.num_key_tiles,
+                  [&](i64, i64 task) { pack_tile(args, layout, first, task); });
+        overflow |= run_tasks(args, heads * layout.tasks_per_head, [&](i64 worker, i64 task) {
+            attend(args, layout, worker, first, layout.order[task]);
+        });
+    }
+    return overflow;
+}

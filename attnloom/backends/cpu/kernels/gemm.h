@@ -1,0 +1,121 @@
+// Matrix products on tiles that lie in cache, one microkernel for every type.
+//
+// C[M, N] (+)= A[M, K] * B[K, N], K in units. A panel of MR rows times a strip of two vectors of
+// columns stays in registers: 8 x 2 vectors where there are 32 registers, 4 x 2 where there are 16.
+// The accumulators are named variables: gcc 12 spills an array of them (87 instead of 277 GFLOP/s).
+//
+// Block-sparse tiles enter as ranges: each panel of rows says which columns it needs (scores) or
+// which part of the depth is not zero (all other products).
+#ifndef ATTNLOOM_GEMM_H
+#define ATTNLOOM_GEMM_H
+
+#include "args.h"
+
+#if VECTOR_BYTES == 64 || defined(__aarch64__)
+#define MR 8
+#define FOR_EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#else
+#define MR 4
+#define FOR_EACH_ROW(X) X(0) X(1) X(2) X(3)
+#endif
+#define STRIP (2 * W)
+#define MAX_PANELS (TILE_M / MR)
+
+struct Range {
+    i32 begin, end;
+};
+
+#if BF16_PAIRS
+// c += a.even * b.even + a.odd * b.odd, in float
+#define MULTIPLY_ADD(c, a, b) asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(b), "v"(a))
+#else
+#define MULTIPLY_ADD(c, a, b) c += a * b
+#endif
+
+#define DECLARE_PAIR(i) vf c##i##_0, c##i##_1;
+#define LOAD_PAIR(i) c##i##_0 = vf_load(c + i * c_row), c##i##_1 = vf_load(c + i * c_row + W);
+#define ZERO_PAIR(i) c##i##_0 = (vf){}, c##i##_1 = (vf){};
+#define STORE_PAIR(i) vf_store(c + i * c_row, c##i##_0), vf_store(c + i * c_row + W, c##i##_1);
+#define UPDATE_PAIR(i)                    \
+    {                                     \
+        vf x = vf_set(a[i * a_row]);      \
+        MULTIPLY_ADD(c##i##_0, x, b0);    \
+        MULTIPLY_ADD(c##i##_1, x, b1);    \
+    }
+
+#define DECLARE_ONE(i) vf c##i;
+#define LOAD_ONE(i) c##i = vf_load(c + i * c_row);
+#define ZERO_ONE(i) c##i = (vf){};
+#define STORE_ONE(i) vf_store(c + i * c_row, c##i);
+#define UPDATE_ONE(i)                     \
+    {                                     \
+        vf x = vf_set(a[i * a_row]);      \
+        MULTIPLY_ADD(c##i, x, b0);        \
+    }
+
+// A: element (i, k) at a[i * a_row + k * a_step]. B and C: rows of b_row and c_row reals.
+template <bool ACCUMULATE>
+INLINE void multiply_pair(i64 depth, const real* a, i64 a_row, i64 a_step, const real* b, i64 b_row,
+                          real* c, i64 c_row) {
+    FOR_EACH_ROW(DECLARE_PAIR)
+    if (ACCUMULATE) {
+        FOR_EACH_ROW(LOAD_PAIR)
+    } else {
+        FOR_EACH_ROW(ZERO_PAIR)
+    }
+    for (i64 k = 0; k < depth; k++, a += a_step, b += b_row) {
+        vf b0 = vf_load(b), b1 = vf_load(b + W);
+        FOR_EACH_ROW(UPDATE_PAIR)
+    }
+    FOR_EACH_ROW(STORE_PAIR)
+}
+
+template <bool ACCUMULATE>
+INLINE void multiply_one(i64 depth, const real* a, i64 a_row, i64 a_step, const real* b, i64 b_row,
+                         real* c, i64 c_row) {
+    FOR_EACH_ROW(DECLARE_ONE)
+    if (ACCUMULATE) {
+        FOR_EACH_ROW(LOAD_ONE)
+    } else {
+        FOR_EACH_ROW(ZERO_ONE)
+    }
+    for (i64 k = 0; k < depth; k++, a += a_step, b += b_row) {
+        vf b0 = vf_load(b);
+        FOR_EACH_ROW(UPDATE_ONE)
+    }
+    FOR_EACH_ROW(STORE_ONE)
+}
+
+// scores[panel, columns of the panel's range] = a * b. The strip is the outer loop: it stays in the
+// first-level cache while the panels pass over it.
+NOINLINE void multiply_columns(i64 num_panels, const Range* columns, i64 depth, const real* a, i64 a_row,
+                               const real* b, real* scores) {
+    for (i64 n = 0; n < TILE_N; n += STRIP)
+        for (i64 p = 0; p < num_panels; p++)
+            if (n < columns[p].end && n + STRIP > columns[p].begin)
+                multiply_pair<false>(depth, a + p * MR * a_row, a_row, 1, b + n, TILE_N,
+                                     scores + p * MR * TILE_N + n, TILE_N);
+}
+
+// c[panel, 0:width] += a[panel, depth range of the panel] * b. Element (i, k) of a is at
+// a[i * a_row + k * a_step]; width is a multiple of W.
+NOINLINE void multiply_depths(i64 num_panels, const Range* depths, i64 width, const real* a, i64 a_row,
+                              i64 a_step, const real* b, i64 b_row, real* c, i64 c_row) {
+    i64 n = 0;
+    for (; n + STRIP <= width; n += STRIP)
+        for (i64 p = 0; p < num_panels; p++) {
+            i64 begin = depths[p].begin, depth = depths[p].end - begin;
+            if (depth > 0)
+                multiply_pair<true>(depth, a + p * MR * a_row + begin * a_step, a_row, a_step,
+                                    b + begin * b_row + n, b_row, c + p * MR * c_row + n, c_row);
+        }
+    if (n < width)
+        for (i64 p = 0; p < num_panels; p++) {
+            i64 begin = depths[p].begin, depth = depths[p].end - begin;
+            if (depth > 0)
+                multiply_one<true>(depth, a + p * MR * a_row + begin * a_step, a_row, a_step,
+                                   b + begin * b_row + n, b_row, c + p * MR * c_row + n, c_row);
+        }
+}
+
+#endif

@@ -1,0 +1,119 @@
+// Online softmax over one tile of scores (Milakov and Gimelshein 2018, arXiv:1805.02867; tiled as in
+// FlashAttention, Dao et al. 2022, arXiv:2205.14135). Shared by the forward and the decode kernel.
+//
+//   m[i]   largest score of row i so far, starting from the lowest finite number, so that
+//          score - m is never -inf + inf: hidden scores are -inf and get probability 0
+//   l[i]   sum of exp(score - m[i])
+//   acc    [rows][value_lanes], sum of exp(score - m[i]) * value
+#ifndef ATTNLOOM_ONLINE_SOFTMAX_H
+#define ATTNLOOM_ONLINE_SOFTMAX_H
+
+#include "softmax.h"
+#include "tiles.h"
+
+// What the kernel keeps of a tile of rows. mask: -1 where a score is live, read where `masked`.
+struct SoftmaxState {
+    real* scores;  // [rows][TILE_N]; afterwards the probabilities, unless BF16_PAIRS
+    u16* pairs;    // [rows][TILE_N] bfloat16 probabilities, if BF16_PAIRS
+    i8* mask;      // [rows][TILE_N]
+    real* acc;
+    real *m, *l;
+    i64 value_lanes;
+
+    // The same state from row `first` on.
+    SoftmaxState from_row(i64 first) const {
+        return {scores + first * TILE_N, pairs + first * TILE_N, mask + first * TILE_N,
+                acc + first * value_lanes, m + first, l + first, value_lanes};
+    }
+    void reset(i64 num_rows) const {
+        for (i64 i = 0; i < num_rows; i++) m[i] = REAL_LOWEST, l[i] = 0;
+        __builtin_memset(acc, 0, num_rows * value_lanes * sizeof(real));
+    }
+    const real* probabilities() const { return BF16_PAIRS ? (const real*)pairs : scores; }
+};
+// Reals between rows of probabilities().
+static const i64 PROBABILITY_ROW = TILE_N / UNIT_ELEMENTS;
+
+#if BF16_PAIRS
+// Rounds to nearest even, subnormals to zero.
+INLINE v_u16 bf16_from_probability(vf p) {
+    v_u16 bits;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(p));
+    return bits;
+}
+#endif
+
+// Scores of one row in score units, written back; the largest of them and `top`, lane by lane.
+template <bool MASKED>
+INLINE vf score_row(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i32 i, i64 k0,
+                    Range columns, real scale, const i8* mask, real* scores, vf top) {
+    for (i32 x = columns.begin; x < columns.end; x += W) {
+        vf score = vf_load(scores + x) * scale;
+#if HAS_SCORE
+        score = score_mod(mods, group.head, group.rows[i], column, group.b, group.h, group.q0 + i,
+                          k0 + x, x, score);
+#endif
+        if (MASKED) {
+            vm live = vm_from_bytes(load_as<v_i8>(mask + x));
+            score = vf_select(live, score, vf_set(-REAL_INF));
+        }
+        vf_store(scores + x, score);
+        top = vf_max(score, top);
+    }
+    (void)mods, (void)group, (void)column, (void)i, (void)k0, (void)mask;
+    return top;
+}
+
+// Applies scale, score_mod and mask to raw products and turns them into probabilities.
+template <bool MASKED>
+NOINLINE void softmax_rows(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i64 k0,
+                           const Range* panels, real scale, const SoftmaxState& state) {
+    for (i32 i = 0; i < group.num_rows; i++) {
+        Range columns = panels[i / MR];
+        if (columns.begin >= columns.end) continue;
+        real* scores = state.scores + i * TILE_N;
+        vf top = score_row<MASKED>(mods, group, column, i, k0, columns, scale, state.mask + i * TILE_N,
+                                   scores, vf_set(state.m[i]));
+        real m = vf_hmax(top);
+        vf sum = {};
+        for (i32 x = columns.begin; x < columns.end; x += W) {
+            vf p = softmax_exp2(to_exponent(vf_load(scores + x) - m));
+            sum += p;
+#if BF16_PAIRS
+            store_as(state.pairs + i * TILE_N + x, bf16_from_probability(p));
+#else
+            vf_store(scores + x, p);
+#endif
+        }
+        if (m != state.m[i]) {
+            real shrink = softmax_exp2((state.m[i] - m) * EXPONENT_SCALE);
+            real* acc = state.acc + i * state.value_lanes;
+            for (i64 d = 0; d < state.value_lanes; d += W) vf_store(acc + d, vf_load(acc + d) * shrink);
+            state.l[i] *= shrink;
+            state.m[i] = m;
+        }
+        state.l[i] += vf_hsum(sum);
+    }
+}
+
+// acc += probabilities * values. values: packed rows (or pairs of rows) of `value_row` reals, from
+// the tile's first key on; num_keys of them exist.
+INLINE void accumulate_values(i64 num_panels, const Range* panels, i64 num_keys, const real* values,
+                              i64 value_row, const SoftmaxState& state) {
+    Range depths[MAX_PANELS];
+    for (i64 p = 0; p < num_panels; p++) {
+        i32 end = (i32)min_i64(panels[p].end, num_keys);
+        depths[p] = {panels[p].begin / UNIT_ELEMENTS, (i32)ceil_div(end, UNIT_ELEMENTS)};
+    }
+    multiply_depths(num_panels, depths, state.value_lanes, state.probabilities(), PROBABILITY_ROW, 1,
+                    values, value_row, state.acc, state.value_lanes);
+}
+
+// Natural logarithm of the sum of exponentials; -inf for a row without live scores.
+INLINE real row_lse(real m, real l) {
+    return l == 0 ? -REAL_INF : m * SCORE_NATURAL + natural_log(l);
+}
+// Largest score in natural units; NaN where a score was.
+INLINE real row_max(real m, real l) { return l == 0 ? -REAL_INF : l != l ? l : m * SCORE_NATURAL; }
+
+#endif

@@ -1,0 +1,169 @@
+// Copies tiles of a tensor into the forms that GEMM reads, converting on the way, and rows back.
+//
+//   units        [row][unit of the depth]          operand A: rows as they are
+//   rows         [row][lane], zero padded          operand B with one element a unit
+//   row pairs    [row / 2][lane] of (even, odd)    operand B with BF16_PAIRS
+//   transposed   [unit of the depth][TILE_N]       operand B of the scores: keys become columns
+//
+// Whatever lies beyond a tensor's rows or elements is zero in the packed form.
+#ifndef ATTNLOOM_PACK_H
+#define ATTNLOOM_PACK_H
+
+#include "args.h"
+
+// W elements from `offset` of a row of `size` elements, converted; zero beyond its end.
+INLINE vf load_lanes(const char* row, i64 dtype, i64 offset, i64 size) {
+    if (offset + W <= size) {
+        if (dtype == DTYPE_BF16) return CONVERT(f32_from_bf16(load_as<v_u16>(row + offset * 2)), vf);
+        if (dtype == DTYPE_F16) return CONVERT(f32_from_f16(load_as<v_u16>(row + offset * 2)), vf);
+        if (dtype == DTYPE_F32) return CONVERT(load_as<v_f32>(row + offset * 4), vf);
+        return CONVERT(load_as<v_f64>(row + offset * 8), vf);
+    }
+    vf lanes = {};
+    for (i64 i = 0; i < W && offset + i < size; i++) {
+        const char* p = row + (offset + i) * element_bytes(dtype);
+        if (dtype == DTYPE_BF16)
+            lanes[i] = f32_from_bf16(load_as<u16>(p));
+        else if (dtype == DTYPE_F16)
+            lanes[i] = f32_from_f16(load_as<u16>(p));
+        else if (dtype == DTYPE_F32)
+            lanes[i] = load_as<float>(p);
+        else
+            lanes[i] = load_as<double>(p);
+    }
+    return lanes;
+}
+
+// The reverse: writes lanes to a row of `size` elements, as far as the row goes.
+INLINE void store_lanes(char* row, i64 dtype, i64 offset, i64 size, vf lanes) {
+    if (offset + W <= size) {
+        if (dtype == DTYPE_BF16)
+            store_as(row + offset * 2, bf16_from_f32(CONVERT(lanes, v_f32)));
+        else if (dtype == DTYPE_F16)
+            store_as(row + offset * 2, f16_from_f32(CONVERT(lanes, v_f32)));
+        else if (dtype == DTYPE_F32)
+            store_as(row + offset * 4, CONVERT(lanes, v_f32));
+        else
+            store_as(row + offset * 8, CONVERT(lanes, v_f64));
+        return;
+    }
+    for (i64 i = 0; i < W && offset + i < size; i++) {
+        char* p = row + (offset + i) * element_bytes(dtype);
+        if (dtype == DTYPE_BF16)
+            store_as(p, bf16_from_f32((float)lanes[i]));
+        else if (dtype == DTYPE_F16)
+            store_as(p, f16_from_f32((float)lanes[i]));
+        else if (dtype == DTYPE_F32)
+            store_as(p, (float)lanes[i]);
+        else
+            store_as(p, (double)lanes[i]);
+    }
+}
+
+// row[0:size] = factor * source
+NOINLINE void store_row(char* row, i64 dtype, i64 size, const real* source, real factor) {
+    for (i64 d = 0; d < size; d += W)
+        store_lanes(row, dtype, d, size, vf_load(source + d) * factor);
+}
+
+// W units from unit `offset` of a row of `size` elements, as raw lanes.
+INLINE vf load_units(const char* row, i64 dtype, i64 offset, i64 size) {
+#if BF16_PAIRS
+    (void)dtype;
+    if ((offset + W) * 2 <= size) return load_as<vf>(row + offset * 4);
+    u16 elements[2 * W] = {};
+    for (i64 i = 0; i < 2 * W && offset * 2 + i < size; i++)
+        elements[i] = load_as<u16>(row + (offset * 2 + i) * 2);
+    return load_as<vf>(elements);
+#else
+    return load_lanes(row, dtype, offset, size);
+#endif
+}
+
+struct Rows {
+    const char* data;
+    i64 bytes_between;
+    i64 dtype, size;  // elements of a row
+    i64 count;        // rows that exist
+
+    Rows(const Operand& t, i64 b, i64 h, i64 first, i64 num_rows, i64 num_elements)
+        : data(row_at(t, b, h, first)), bytes_between(t.stride_row * element_bytes(t.dtype)),
+          dtype(t.dtype), size(num_elements), count(num_rows) {}
+    const char* operator[](i64 row) const { return data + row * bytes_between; }
+};
+
+// packed [num_rows][row_units], row_units a multiple of W
+NOINLINE void pack_units(const Rows& rows, i64 num_rows, i64 row_units, real* packed) {
+    for (i64 i = 0; i < num_rows; i++)
+        for (i64 d = 0; d < row_units; d += W)
+            vf_store(packed + i * row_units + d,
+                     i < rows.count ? load_units(rows[i], rows.dtype, d, rows.size) : (vf){});
+}
+
+#if BF16_PAIRS
+// packed [num_rows / 2][row_lanes], num_rows even, row_lanes a multiple of W
+NOINLINE void pack_right(const Rows& rows, i64 num_rows, i64 row_lanes, real* packed) {
+    for (i64 i = 0; i < num_rows; i += 2)
+        for (i64 d = 0; d < row_lanes; d += W) {
+            u16 even[W] = {}, odd[W] = {};
+            i64 bytes = 2 * max_i64(0, min_i64(W, rows.size - d));
+            if (i < rows.count) __builtin_memcpy(even, rows[i] + d * 2, bytes);
+            if (i + 1 < rows.count) __builtin_memcpy(odd, rows[i + 1] + d * 2, bytes);
+            v_u32 low = CONVERT(load_as<v_u16>(even), v_u32);
+            v_u32 high = CONVERT(load_as<v_u16>(odd), v_u32);
+            store_as(packed + i / 2 * row_lanes + d, low | high << 16);
+        }
+}
+#else
+// packed [num_rows][row_lanes], row_lanes a multiple of W
+NOINLINE void pack_right(const Rows& rows, i64 num_rows, i64 row_lanes, real* packed) {
+    pack_units(rows, num_rows, row_lanes, packed);
+}
+#endif
+
+// One step of a transposition: lanes of the first half of the rows interleave with those of the second.
+#if W == 16
+#define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define INTERLEAVE_HIGH(a, b) VF_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define LOG2_W 4
+#elif W == 8
+#define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define INTERLEAVE_HIGH(a, b) VF_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define LOG2_W 3
+#elif W == 4
+#define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 4, 1, 5)
+#define INTERLEAVE_HIGH(a, b) VF_SHUFFLE(a, b, 2, 6, 3, 7)
+#define LOG2_W 2
+#else
+#define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 2)
+#define INTERLEAVE_HIGH(a, b) VF_SHUFFLE(a, b, 1, 3)
+#define LOG2_W 1
+#endif
+
+// packed [ceil(size / UNIT_ELEMENTS)][TILE_N]; columns `rows.count` .. TILE_N are zero.
+NOINLINE void pack_transposed(const Rows& rows, real* packed) {
+    i64 num_units = ceil_div(rows.size, UNIT_ELEMENTS);
+    for (i64 first = 0; first < TILE_N; first += W)
+        for (i64 unit = 0; unit < num_units; unit += W) {
+            vf lanes[W];
+            for (i64 i = 0; i < W; i++)
+                lanes[i] = first + i < rows.count
+                               ? load_units(rows[first + i], rows.dtype, unit, rows.size)
+                               : (vf){};
+#pragma GCC unroll 4
+            for (int round = 0; round < LOG2_W; round++) {
+                vf mixed[W];
+#pragma GCC unroll 8
+                for (int i = 0; i < W / 2; i++) {
+                    mixed[2 * i] = INTERLEAVE_LOW(lanes[i], lanes[i + W / 2]);
+                    mixed[2 * i + 1] = INTERLEAVE_HIGH(lanes[i], lanes[i + W / 2]);
+                }
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++) lanes[i] = mixed[i];
+            }
+            i64 wanted = min_i64(W, num_units - unit);
+            for (i64 i = 0; i < wanted; i++) vf_store(packed + (unit + i) * TILE_N + first, lanes[i]);
+        }
+}
+
+#endif

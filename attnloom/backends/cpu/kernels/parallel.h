@@ -1,0 +1,47 @@
+// Runs tasks on torch's threads: torch_parallel_for, a C symbol of libtorch, obeys
+// torch.set_num_threads and costs about a microsecond a region.
+//
+// torch splits a range statically; tasks of unequal cost want the next free worker instead. So the
+// range given to torch is the workers, and workers draw tasks from a shared counter.
+#ifndef ATTNLOOM_PARALLEL_H
+#define ATTNLOOM_PARALLEL_H
+
+#include "args.h"
+
+// body(worker, task): `worker` names private scratch; tasks are drawn in ascending order.
+template <class Body> struct TaskQueue {
+    const Body& body;
+    i64 num_tasks;
+    i64 next;
+    int overflow;
+
+    static void work(i64 begin, i64 end, void* context) {
+        TaskQueue& queue = *(TaskQueue*)context;
+        narrow_overflow() = 0;
+        for (i64 worker = begin; worker < end; worker++) {
+            for (;;) {
+                i64 task = __atomic_fetch_add(&queue.next, 1, __ATOMIC_RELAXED);
+                if (task >= queue.num_tasks) break;
+                queue.body(worker, task);
+            }
+        }
+        if (narrow_overflow()) __atomic_store_n(&queue.overflow, 1, __ATOMIC_RELAXED);
+    }
+};
+
+INLINE i64 num_workers(const AttentionArgs& args) {
+    return args.parallel_for ? max_i64(1, args.num_threads) : 1;
+}
+
+// Returns 1 if a task met a captured integer that needs wider lanes.
+template <class Body> static int run_tasks(const AttentionArgs& args, i64 num_tasks, const Body& body) {
+    TaskQueue<Body> queue = {body, num_tasks, 0, 0};
+    i64 workers = min_i64(num_workers(args), num_tasks);
+    if (workers > 1)
+        args.parallel_for(0, workers, 1, TaskQueue<Body>::work, &queue);
+    else if (workers == 1)
+        TaskQueue<Body>::work(0, 1, &queue);
+    return queue.overflow;
+}
+
+#endif

@@ -1,0 +1,68 @@
+// exp2 of the online softmax, and the units of scores inside the kernels.
+//
+// With a score_mod, scores stay in natural units: a mod may return the lowest finite number to hide
+// a key, which times log2(e) would overflow to -inf and turn a row of such scores, uniform by
+// softmax's definition, into an empty one. Without, the scale already contains log2(e).
+#ifndef ATTNLOOM_SOFTMAX_H
+#define ATTNLOOM_SOFTMAX_H
+
+#include "args.h"
+
+#if HAS_SCORE
+static const real EXPONENT_SCALE = LOG2_E;  // from score units to base 2
+static const real SCORE_NATURAL = (real)1;  // from score units to natural ones
+INLINE real score_scale(const AttentionArgs& args) { return (real)args.scale; }
+INLINE vf to_exponent(vf x) { return x * EXPONENT_SCALE; }
+#else
+static const real EXPONENT_SCALE = (real)1;
+static const real SCORE_NATURAL = LN_2;
+INLINE real score_scale(const AttentionArgs& args) { return (real)(args.scale * (double)LOG2_E); }
+INLINE vf to_exponent(vf x) { return x; }
+#endif
+
+extern "C" float logf(float);
+extern "C" double log(double);
+INLINE real natural_log(real x) {
+#if REAL_IS_DOUBLE
+    return log(x);
+#else
+    return logf(x);
+#endif
+}
+
+// 2^x for x <= 127 (1023 in double): x = n + r with |r| <= 1/2, a polynomial in r, n added to the
+// exponent. Zero where the result would be subnormal; -inf gives 0 and NaN stays NaN.
+// Polynomials: minimax in relative error, 2.0e-9 (float), 9.1e-8 (bfloat16 tiles, whose
+// probabilities are rounded to 4e-3 anyway); Taylor to 4e-18 (double).
+INLINE vf softmax_exp2(vf x) {
+#if REAL_IS_DOUBLE
+    const real lowest = -1022, to_integer = 6755399441055744.0;
+    const int mantissa_bits = 52;
+    static const real coefficients[] = {
+        1.3691488853904124e-12, 2.5678435993488196e-11, 4.4455382718708110e-10, 7.0549116208011210e-09,
+        1.0178086009239696e-07, 1.3215486790144305e-06, 1.5252733804059838e-05, 1.5403530393381606e-04,
+        1.3333558146428441e-03, 9.6181291076284770e-03, 5.5504108664821576e-02, 2.4022650695910070e-01,
+        6.9314718055994530e-01, 1.0};
+#else
+    const real lowest = -126, to_integer = 12582912.0f;
+    const int mantissa_bits = 23;
+#if BF16_PAIRS
+    static const real coefficients[] = {1.3264727e-3f, 9.6715130e-3f, 5.5507336e-2f,
+                                        2.4022242e-1f, 6.9314700e-1f, 1.0f};
+#else
+    static const real coefficients[] = {1.5353362e-4f, 1.3398874e-3f, 9.6184369e-3f, 5.5503324e-2f,
+                                        2.4022648e-1f, 6.9314718e-1f, 1.0f};
+#endif
+#endif
+    vf clamped = x < lowest - 1 ? vf_set(lowest - 1) : x;
+    vf shifted = clamped + to_integer;
+    vf r = clamped - (shifted - to_integer);
+    vf p = vf_set(coefficients[0]);
+#pragma GCC unroll 16
+    for (unsigned i = 1; i < sizeof(coefficients) / sizeof(real); i++) p = p * r + coefficients[i];
+    vf power = (vf)((vm)p + ((vm)shifted << mantissa_bits));
+    return x < lowest ? (vf){} : power;
+}
+INLINE real softmax_exp2(real x) { return softmax_exp2(vf_set(x))[0]; }
+
+#endif
