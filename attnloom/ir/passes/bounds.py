@@ -1,0 +1,202 @@
+"""What a program's values can be on whole tiles at once, by interval arithmetic.
+
+Given the range of each input on each tile, `bounds` returns for each tile a range that surely
+contains the output at every position of the tile. For a mask that decides tiles: certainly true is
+full, not possibly true is empty, the rest needs a closer look.
+
+Tight, so that a tile is left undecided only if it is mixed: comparisons of a query-side value with
+a key-side value, of their sum or difference with a constant, `doc[q] == doc[kv]` where each side's
+range is known exactly (an override), and conjunctions and disjunctions of such that do not
+contradict each other. Loose where one position occurs twice in ways that cancel: operands are
+treated as independent.
+
+Captured tensors that are read by a joint index have the range of the whole tensor; it is not
+computed for tensors above _MAX_SCANNED elements, whose values count as unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from attnloom.ir.interval import Interval, between, integer, outward, point, unknown
+from attnloom.ir.node import REDUCTION_AXES, BoundProgram, DType, Node
+from attnloom.ir.ops import OPS
+
+Tensor = torch.Tensor
+Range = tuple[Tensor, Tensor]
+_MAX_SCANNED = 1 << 16
+_NARROW = 2**29  # what CPU kernels accept of a captured integer in 32-bit lanes
+_INT32 = 2**31 - 1
+
+
+def bounds(
+    bound: BoundProgram,
+    inputs: Mapping[str, Range],
+    overrides: Mapping[int, Range] | None = None,
+) -> Range:
+    """Range of the only output of a program.
+
+    Args:
+        bound: program and bindings.
+        inputs: (lo, hi) of each input, both included; int64 tensors that broadcast, for instance
+            [R, 1] for the rows of tiles and [1, C] for the columns. `score` may be left out.
+        overrides: (lo, hi) of nodes by index, where they are known better; what only such nodes
+            need is not looked at.
+    Returns:
+        (lo, hi) that broadcast: bool (certainly true, possibly true), int64 or float64. A float
+        that may be NaN has the range (-inf, inf).
+    Raises:
+        KeyError: an input that is needed has no range.
+    """
+    (output,) = bound.program.outputs
+    found = node_intervals(bound, inputs, overrides)[output]
+    return found.lo, found.hi
+
+
+def node_intervals(
+    bound: BoundProgram,
+    inputs: Mapping[str, Range],
+    overrides: Mapping[int, Range] | None = None,
+    nodes: Iterable[int] | None = None,
+) -> dict[int, Interval]:
+    """Intervals of these nodes (all outputs if None) and of all that they need; see `bounds`."""
+    program = bound.program
+    roots = program.outputs if nodes is None else nodes
+    walk = _Walk(bound, inputs, overrides or {}, lambda slot: _scanned(bound.tensors[slot]))
+    for index in _needed(bound, roots, walk.overrides):
+        walk.visit(index)
+    return walk.found
+
+
+def fits_32_bits(bound: BoundProgram, inputs: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether every integer of a program can be computed in 32-bit lanes.
+
+    Captured integers count as within +-2^29 (kernels check that as they load), numbers have their
+    values. Casts of floats count likewise: beyond 32 bits their result is undefined anyway.
+
+    Args:
+        inputs: smallest and largest value of b, h, q and kv.
+    """
+    program = bound.program
+    ranges = {name: (torch.tensor(lo), torch.tensor(hi)) for name, (lo, hi) in inputs.items()}
+    overrides = {
+        index: _narrow()
+        for index, node in enumerate(program.nodes)
+        if node.op == "cast" and node.dtype is DType.I64 and _source(bound, node).is_float
+    }
+    walk = _Walk(bound, ranges, overrides, lambda slot: _assumed(bound, slot))
+    for index, node in enumerate(program.nodes):
+        found = walk.visit(index)
+        if node.dtype is DType.I64 and max(-int(found.lo.min()) - 1, int(found.hi.max())) > _INT32:
+            return False
+    return True
+
+
+class _Walk:
+    """One evaluation in node order. captured: interval of a captured tensor's elements."""
+
+    def __init__(
+        self,
+        bound: BoundProgram,
+        inputs: Mapping[str, Range],
+        overrides: Mapping[int, Range],
+        captured: Callable[[int], Interval],
+    ) -> None:
+        self.bound, self.inputs, self.overrides = bound, inputs, overrides
+        self.captured = captured
+        self.found: dict[int, Interval] = {}
+
+    def visit(self, index: int) -> Interval:
+        node = self.bound.program.nodes[index]
+        if index in self.overrides:
+            found = between(*self.overrides[index], node.dtype)
+        elif node.op in _LEAVES:
+            found = _LEAVES[node.op](self, node)
+        else:
+            args = tuple(self.found[a] for a in node.args)
+            found = OPS[node.op].interval(args, node.dtype)
+        self.found[index] = found
+        return found
+
+    def length(self, axis: int) -> int:
+        slot, dim = self.bound.program.reductions[axis]
+        return self.bound.tensors[slot].shape[dim]
+
+
+def _needed(bound: BoundProgram, roots: Iterable[int], overrides: Mapping[int, Range]) -> list[int]:
+    needed: set[int] = set()
+    pending = list(roots)
+    while pending:
+        index = pending.pop()
+        if index not in needed:
+            needed.add(index)
+            if index not in overrides:
+                pending += bound.program.nodes[index].args
+    return sorted(needed)
+
+
+def _input(walk: _Walk, node: Node) -> Interval:
+    name = str(node.attr)
+    if name[0] == "r":
+        last = max(walk.length(int(name[1:])) - 1, 0)
+        return Interval(torch.tensor(0), torch.tensor(last), last)
+    if name in walk.inputs:
+        return between(*walk.inputs[name], node.dtype)
+    if node.dtype.is_float:
+        return unknown(node.dtype)
+    raise KeyError(name)
+
+
+def _reduce(walk: _Walk, node: Node) -> Interval:
+    kind, axis = node.attr  # type: ignore[misc]
+    body, steps = walk.found[node.args[0]], walk.length(REDUCTION_AXES.index(axis))
+    if kind in ("any", "all"):
+        return body if steps else point(kind == "all", DType.BOOL)
+    if steps == 0 or kind == "prod":
+        return unknown(node.dtype)
+    if kind != "sum":
+        return body
+    lo, hi = body.lo * steps, body.hi * steps
+    if not node.dtype.is_float:
+        return integer(lo, hi, body.reach * steps, node.dtype)
+    # Each addition rounds; partial sums are at most `steps` times the largest element.
+    slack = torch.maximum(-lo, hi) * steps * 2.0**-23
+    return outward(lo - slack, hi + slack, node.dtype, body)
+
+
+_LEAVES: dict[str, Callable[[_Walk, Node], Interval]] = {
+    "input": _input,
+    "const": lambda _, node: point(node.attr, node.dtype),  # type: ignore[arg-type]
+    "number": lambda walk, node: point(walk.bound.numbers[node.attr], node.dtype),  # type: ignore[index]
+    "load": lambda walk, node: walk.captured(int(str(node.attr))),
+    "reduce": _reduce,
+}
+
+
+def _scanned(tensor: Tensor) -> Interval:
+    dtype = DType.of(tensor.dtype)
+    if tensor.numel() == 0:
+        return point(0, dtype)
+    if tensor.numel() > _MAX_SCANNED:
+        return unknown(dtype)
+    values = tensor.detach()
+    if dtype is DType.BOOL:
+        return Interval(values.all(), values.any())
+    return between(values.min(), values.max(), dtype)
+
+
+def _narrow() -> Range:
+    return torch.tensor(-_NARROW), torch.tensor(_NARROW)
+
+
+def _assumed(bound: BoundProgram, slot: int) -> Interval:
+    dtype = DType.of(bound.program.tensors[slot].dtype)
+    if dtype in (DType.I32, DType.I64):
+        return between(*_narrow(), dtype)
+    return unknown(dtype)
+
+
+def _source(bound: BoundProgram, node: Node) -> DType:
+    return bound.program.nodes[node.args[0]].dtype
