@@ -1,0 +1,89 @@
+"""What bytecode proves about a function: the globals it reads and the literals it computes with."""
+
+from __future__ import annotations
+
+import dis
+import functools
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+_LITERAL = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
+# Instructions that push one value, pop none and cannot be the end of a larger expression.
+_PUSH_ONE = frozenset(
+    "LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_BORROW LOAD_DEREF LOAD_CLASSDEREF".split()
+)
+_OPERATORS = frozenset({"BINARY_OP", "COMPARE_OP"})
+_FILLER = frozenset({"CACHE", "EXTENDED_ARG", "PRECALL", "NOP"})
+_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "DELETE_DEREF", "LOAD_BUILD_CLASS"})
+_STATELESS_MODULES = ("torch", "math", "operator")
+_MISSING = object()
+
+
+@dataclass(frozen=True, eq=False)
+class CodeFacts:
+    """Facts of one code object, its nested functions included; compared by identity.
+
+    global_names: names it may look up outside itself, sorted.
+    pure_lookup: its behaviour is determined by cells, defaults and those names: it writes no
+        global or captured variable and imports nothing but torch and math.
+    """
+
+    code: CodeType
+    global_names: tuple[str, ...]
+    pure_lookup: bool
+
+
+def code_facts(code: CodeType) -> CodeFacts:
+    """Facts of `code`, which the result keeps alive, so that its identity stays valid."""
+    names: set[str] = set()
+    pure = _collect(code, names, frozenset(code.co_freevars))
+    return CodeFacts(code, tuple(sorted(names)), pure)
+
+
+def _collect(code: CodeType, names: set[str], captured: frozenset[str]) -> bool:
+    pure = True
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(str(instruction.argval))
+        elif name in _WRITES or (name == "STORE_DEREF" and instruction.argval in captured):
+            pure = False
+        elif name == "IMPORT_NAME":
+            root = str(instruction.argval).split(".")[0]
+            pure = pure and root in _STATELESS_MODULES
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            pure = _collect(constant, names, captured) and pure
+    return pure
+
+
+@functools.lru_cache(maxsize=512)
+def _literal_operands(code: CodeType) -> dict[int, tuple[Any, Any]]:
+    """Offset of each binary operator -> its (left, right) operand where a literal, else _MISSING.
+
+    An operand is a literal if the instructions right before the operator load it as a constant and
+    no jump can arrive between them.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    steps = [i for i in dis.get_instructions(code) if i.opname not in _FILLER]
+    targets = set(dis.findlabels(code.co_code))
+    for place, step in enumerate(steps):
+        if step.opname not in _OPERATORS and not step.opname.startswith("BINARY_"):
+            continue
+        if place < 2 or step.offset in targets:
+            continue
+        last, before = steps[place - 1], steps[place - 2]
+        if last.opname in _LITERAL:
+            found[step.offset] = (_MISSING, last.argval)
+        elif last.opname in _PUSH_ONE and last.offset not in targets and before.opname in _LITERAL:
+            found[step.offset] = (before.argval, _MISSING)
+    return found
+
+
+def is_literal(code: CodeType, offset: int, value: int | float) -> bool:
+    """Whether the operator that `code` is executing at `offset` has the literal `value` operand."""
+    for literal in _literal_operands(code).get(offset, ()):
+        if type(literal) is type(value) and repr(literal) == repr(value):
+            return True
+    return False

@@ -1,0 +1,154 @@
+"""Texts of trace errors: where it happened, what is wrong, why, and what to write instead."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ONE_AT_A_TIME = "a mod is evaluated one score at a time"
+_WHOLE = f"{ONE_AT_A_TIME}, so there is nothing to {{}}. {{}} outside and capture the result."
+_HOST = "its value exists only inside the kernel. {}"
+_RANDOM = (
+    "kernels recompute a mod in the backward, so that it must give the same value every time. Draw "
+    "the numbers outside and capture them: noise[b, h, q_idx, kv_idx]."
+)
+_IN_PLACE = "a traced value cannot be changed. Write `x = x {} y` instead of `x {}= y`."
+
+# Function name -> why it cannot be fused and what to write instead.
+ADVICE: dict[str, str] = {
+    **{
+        name: _WHOLE.format(verb, verb.capitalize())
+        for verb, names in {
+            "sort": "sort argsort msort topk kthvalue median nanmedian quantile mode unique",
+            "search": "searchsorted bucketize argmax argmin nonzero argwhere isin",
+            "accumulate": "cumsum cumprod cummax cummin logcumsumexp diff",
+            "arrange": "stack cat concat concatenate hstack vstack repeat repeat_interleave tile "
+            "roll flip flatten tril triu meshgrid",
+        }.items()
+        for name in names.split()
+    },
+    **{
+        name: "the softmax over keys is attention's own; a mod only changes one score."
+        for name in ("softmax", "log_softmax", "logsumexp")
+    },
+    **{
+        name: _HOST.format("Keep it as it is and use torch functions on it.")
+        for name in ("item", "tolist", "numpy", "__array__", "__complex__", "data_ptr", "cpu")
+    },
+    "__float__": _HOST.format(
+        "Use `.float()` instead of `float()`, and torch.sqrt, torch.floor, ... instead of math's."
+    ),
+    "__int__": _HOST.format("Use `.long()` instead of `int()`."),
+    "__index__": _HOST.format(
+        "To index a list with it, stack the list into one tensor outside and capture that; "
+        "`range()` needs a number that is known outside."
+    ),
+    "__contains__": _HOST.format("Compare with each value and join the results by `|`."),
+    "masked_select": "the size of its result depends on data. Use torch.where.",
+    "__setitem__": "captured tensors and traced values are read-only in a mod. Use torch.where.",
+    "backward": "gradients flow through a mod by themselves; call backward on the loss.",
+    "einsum": "it is not among the small reductions. Write `(a * b).sum()` or `a @ b`.",
+    **{
+        name: _IN_PLACE.format(sign, sign)
+        for name, sign in {
+            "add_": "+", "sub_": "-", "mul_": "*", "div_": "/", "pow_": "**",
+            "__iadd__": "+", "__isub__": "-", "__imul__": "*", "__itruediv__": "/",
+            "__iand__": "&", "__ior__": "|", "__ixor__": "^", "__ifloordiv__": "//",
+            "__imod__": "%", "__ipow__": "**", "__ilshift__": "<<", "__irshift__": ">>",
+            "bitwise_and_": "&", "bitwise_or_": "|", "bitwise_xor_": "^",
+            "floor_divide_": "//", "remainder_": "%",
+        }.items()
+    },
+}  # fmt: skip
+RANDOM = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
+    "poisson dropout alpha_dropout feature_dropout rrelu uniform_ normal_ random_ bernoulli_ "
+    "exponential_ geometric_ cauchy_ log_normal_ empty empty_like empty_strided new_empty".split()
+)
+_UNINITIALISED = "its contents are not defined. Use torch.zeros outside the mod."
+_NO_FUSED_FORM = (
+    "attnloom has no fused form of it. Write it with elementwise functions, or compute it outside "
+    "and capture the result."
+)
+_SYNTAX = {
+    "__float__": "float()",
+    "__int__": "int()",
+    "__index__": "range() or a list index",
+    "__array__": "a numpy function",
+    "__setitem__": "an assignment to an element",
+    "__contains__": "`in`",
+    "add_": "`+=` or Tensor.add_",
+    "sub_": "`-=` or Tensor.sub_",
+    "mul_": "`*=` or Tensor.mul_",
+    "div_": "`/=` or Tensor.div_",
+}
+
+
+def advice(name: str) -> str:
+    """Why the function `name` cannot be fused, and what to do."""
+    if name in RANDOM:
+        return _UNINITIALISED if "empty" in name else _RANDOM
+    if name in ADVICE:
+        return ADVICE[name]
+    if name.endswith("_") and not name.endswith("__"):
+        return f"a traced value cannot be changed in place. Use `x = x.{name[:-1]}(...)`."
+    return _NO_FUSED_FORM
+
+
+def display(func: Callable[..., Any]) -> str:
+    """A torch function as users write it."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+    if name in _SYNTAX:
+        return _SYNTAX[name]
+    owner = getattr(func, "__objclass__", None)
+    qualified = getattr(func, "__qualname__", name)
+    if owner is not None or qualified.startswith(("Tensor.", "TensorBase.")):
+        return f"Tensor.{name}"
+    module = getattr(func, "__module__", None) or "torch"
+    if module in ("torch._C._nn", "torch.nn.functional"):
+        return f"torch.nn.functional.{name}"
+    return f"torch.{name}" if module.startswith("torch") else f"{module}.{name}"
+
+
+def mod_name(mod: Any) -> str:
+    """The name a user knows a mod by: of the function under partials, methods and callables."""
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    name = getattr(mod, "__qualname__", None) or type(mod).__qualname__
+    return str(name).replace("<locals>.", "")
+
+
+def mod_place(mod: Any) -> str:
+    """`file.py:line` of a mod's definition, or '' where it has no Python code."""
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    code = getattr(mod, "__code__", None) or getattr(
+        getattr(type(mod), "__call__", None), "__code__", None
+    )
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame belongs to torch or the tracer rather than to the user's code."""
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith(("torch.", "attnloom.trace.")) or module in ("torch", "functools")
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of the caller's stack that is the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame):
+        frame = frame.f_back
+    return frame
+
+
+def source_line(filename: str, line: int) -> str:
+    """The stripped text of a source line, '' where the file cannot be read."""
+    return linecache.getline(filename, line).strip()
