@@ -71,7 +71,7 @@ def draw_scores(decoder: Decoder, documents: torch.Tensor, path: Path, length: i
     modified = variant.score_mod(bias)(raw, *index)
     kept = variant.mask_mod(documents)(*index)
     modified = modified.masked_fill(~kept, float("nan"))
-    figure, (before, after, curves) = plt.subplots(1, 3, figsize=(15, 4.6))
+    figure, (before, after, curves) = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     for axes, scores, title in (
         (before, raw, "scores, random queries and keys"),
         (after, modified, "the same under the mask and the trained mod"),

@@ -24,7 +24,7 @@ class Variant:
         """mask_mod over packed rows; documents: [B, S] integer ids."""
         window_left = self.window_left
 
-        def packed_causal_window(b, h, q_idx, kv_idx):  # noqa: ARG001
+        def packed_causal_window(b, h, q_idx, kv_idx):
             distance = q_idx - kv_idx
             near = (distance >= 0) & (distance <= window_left)
             return near & (documents[b, q_idx] == documents[b, kv_idx])
@@ -35,7 +35,7 @@ class Variant:
         """score_mod with a learned bias by distance; bias: [Hq, window_left + 1] float."""
         window_left, soft_cap = self.window_left, self.soft_cap
 
-        def biased_and_capped(score, b, h, q_idx, kv_idx):  # noqa: ARG001
+        def biased_and_capped(score, b, h, q_idx, kv_idx):
             distance = (q_idx - kv_idx).clamp(0, window_left)
             return soft_cap * torch.tanh((score + bias[h, distance]) / soft_cap)
 
@@ -45,7 +45,7 @@ class Variant:
         """score_mod for one query whose own key is the last of num_keys cached ones."""
         last, soft_cap = num_keys - 1, self.soft_cap
 
-        def biased_and_capped_decode(score, b, h, q_idx, kv_idx):  # noqa: ARG001
+        def biased_and_capped_decode(score, b, h, q_idx, kv_idx):
             return soft_cap * torch.tanh((score + bias[h, last - kv_idx]) / soft_cap)
 
         return biased_and_capped_decode
