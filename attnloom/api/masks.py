@@ -1,0 +1,204 @@
+"""create_block_mask and its relatives, with the signatures of torch.nn.attention.flex_attention."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+
+import torch
+
+from attnloom.block_mask import BlockMask
+from attnloom.errors import ModError, OptionError, ShapeError
+from attnloom.ir.node import DType
+from attnloom.masking.build import build_lists
+from attnloom.masking.captures import captured_tensors
+from attnloom.masking.lists import TileGrid, block_size_pair
+from attnloom.masking.tokens import evaluate, mask_tokens
+from attnloom.masking.views import MaskMod, noop_mask
+from attnloom.trace.tracer import trace_score
+
+__all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
+
+Mod = Callable[..., torch.Tensor]
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """Build a BlockMask from a mask_mod, without ever holding the Q_LEN x KV_LEN mask.
+
+    The mask_mod is traced; parts that depend on queries alone or keys alone are evaluated once a
+    position, interval arithmetic decides tiles in bulk, and only tiles that stay undecided are
+    evaluated score by score, a bounded number at a time.
+
+    Args:
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, True where a score is kept.
+        B, H: batch size and query heads; None for a mask that broadcasts (size 1). Lists are stored
+            once where they do not differ.
+        Q_LEN, KV_LEN: lengths in tokens, 0 or more, any remainder to the block.
+        device: of the block lists; default: that of the captured tensors, else torch's default.
+        BLOCK_SIZE: tile in tokens, one size or (query, key), powers of two from 16.
+        _compile: accepted for torch's sake; the builder needs no compilation.
+        separate_full_blocks: False lists full tiles as partial, so that mask_mod runs on all.
+        compute_dq_write_order: also fill dq_write_order, dq_write_order_full (torch's FLASH
+            backward reads them, attnloom does not).
+        dq_kv_order: their order of kv blocks: True descending, False ascending.
+    Returns:
+        BlockMask of shape [B or 1, H or 1, Q_LEN, KV_LEN]. The numbers of full and partial tiles
+        are torch's, except in a last row or column of tiles that overhangs its length: there a
+        tile is full if all its real scores are kept.
+    Raises:
+        TraceError: mask_mod cannot be traced. ModError: it does not take 4 arguments.
+        ShapeError: a size is negative. OptionError: BLOCK_SIZE or dq_kv_order means nothing.
+    Source: Dong et al. 2024, arXiv:2412.05496, sec. 4.1 (BlockMask).
+    """
+    del _compile
+    if _num_arguments(mask_mod) == 5:
+        raise ModError(
+            f"{_name(mask_mod)} takes 5 arguments, which makes it a score_mod; create_block_mask "
+            "needs a mask_mod(b, h, q_idx, kv_idx) that returns True where a score is kept."
+        )
+    if not isinstance(dq_kv_order, bool):
+        raise OptionError(f"dq_kv_order is {dq_kv_order!r}; create_block_mask takes True or False.")
+    sizes = _sizes(B, H, Q_LEN, KV_LEN)
+    where = _device(mask_mod, device)
+    grid = TileGrid(*sizes, *block_size_pair(BLOCK_SIZE))
+    lists = build_lists(mask_mod, grid, where, separate_full_blocks)
+    mask = BlockMask.from_lists(lists, mask_mod, sizes[:2], separate_full_blocks)
+    if compute_dq_write_order:
+        mask.compute_write_order(dq_kv_order)
+    return mask
+
+
+def create_mask(
+    mod_fn: Mod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """The dense mask of a mod; memory B x H x Q_LEN x KV_LEN bytes.
+
+    Args:
+        mod_fn: a mask_mod, or a score_mod, which masks where it turns a score of 0 into -inf.
+        B, H: None for 1.
+        Q_LEN, KV_LEN: lengths in tokens.
+        device: default: that of the captured tensors, else torch's default.
+    Returns:
+        [B, H, Q_LEN, KV_LEN] bool, True where a score is kept.
+    Raises:
+        TraceError: the mod cannot be traced. ModError: it takes neither 4 nor 5 arguments.
+        ShapeError: a size is negative.
+    """
+    sizes, where = _sizes(B, H, Q_LEN, KV_LEN), _device(mod_fn, device)
+    if _num_arguments(mod_fn) == 4:
+        return mask_tokens(mod_fn, sizes, where)
+    with torch.no_grad():
+        program = trace_score(mod_fn, DType.F32, where)
+        return evaluate(program, sizes, where, lambda score: ~torch.isneginf(score))
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """The mask_mod that keeps what every one of mask_mods keeps; without any, everything.
+
+    Raises:
+        ModError: one of them is not callable.
+    """
+    _check_callables(mask_mods)
+
+    def and_mask(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        kept = noop_mask(b, h, q_idx, kv_idx)
+        for mask_mod in mask_mods:
+            kept = kept & mask_mod(b, h, q_idx, kv_idx)
+        return kept
+
+    return and_mask
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """The mask_mod that keeps what any one of mask_mods keeps; without any, nothing.
+
+    Raises:
+        ModError: one of them is not callable.
+    """
+    _check_callables(mask_mods)
+
+    def or_mask(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        kept = b.new_zeros((), dtype=torch.bool)
+        for mask_mod in mask_mods:
+            kept = kept | mask_mod(b, h, q_idx, kv_idx)
+        return kept
+
+    return or_mask
+
+
+def _check_callables(mask_mods: tuple[object, ...]) -> None:
+    for place, mask_mod in enumerate(mask_mods):
+        if not callable(mask_mod):
+            raise ModError(
+                f"argument {place} is {mask_mod!r}; every argument must be a mask_mod(b, h, q_idx, "
+                "kv_idx). Pass the functions themselves, not a list of them or a BlockMask."
+            )
+
+
+def _sizes(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
+    given = {"B": 1 if B is None else B, "H": 1 if H is None else H}
+    given |= {"Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    for name, value in given.items():
+        try:
+            size = operator.index(value)
+        except TypeError as error:
+            raise ShapeError(f"{name} is {value!r}; it must be an int.") from error
+        if size < 0:
+            raise ShapeError(f"{name} is {size}; sizes are 0 or more.")
+    return tuple(map(int, given.values()))  # type: ignore[return-value]
+
+
+def _device(mod: Mod, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    for tensor in captured_tensors(mod):
+        return tensor.device
+    return torch.get_default_device()
+
+
+def _num_arguments(mod: Mod) -> int:
+    """4 for a mask_mod, 5 for a score_mod: parameters without defaults."""
+    if not callable(mod):
+        raise ModError(
+            f"{mod!r} is not callable; a mask_mod is a function of (b, h, q_idx, kv_idx)."
+        )
+    try:
+        parameters = inspect.signature(mod).parameters.values()
+    except ValueError as error:
+        raise ModError(f"{_name(mod)} has no signature to read; wrap it in a function.") from error
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    count = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        count = 4
+    if count not in (4, 5):
+        raise ModError(
+            f"{_name(mod)} takes {count} arguments; a mask_mod takes 4, (b, h, q_idx, kv_idx), and "
+            "a score_mod 5, (score, b, h, q_idx, kv_idx)."
+        )
+    return count
+
+
+def _name(mod: object) -> str:
+    return repr(getattr(mod, "__qualname__", mod))

@@ -1,0 +1,1 @@
+"""How block masks are stored, viewed, built and printed."""

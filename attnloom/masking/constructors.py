@@ -1,0 +1,176 @@
+"""BlockMask constructors for masks that are known without a mask_mod."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import Self
+
+from attnloom.errors import DtypeError, ShapeError
+from attnloom.masking import known_masks
+from attnloom.masking.build import build_lists
+from attnloom.masking.lists import BlockLists, TileGrid, block_size_pair
+from attnloom.masking.views import MaskMod
+
+
+class KnownMasks:
+    """Mixed into BlockMask; every mask here captures its tables, so partial tiles are exact."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def from_lists(
+            cls, lists: BlockLists, mask_mod: MaskMod, batch_dims: Any = None
+        ) -> Self: ...
+
+    @classmethod
+    def from_dense(cls, mask: torch.Tensor, BLOCK_SIZE: int | tuple[int, int] = 128) -> Self:
+        """The mask of a dense bool tensor.
+
+        Args:
+            mask: [Q_LEN, KV_LEN], [H, Q_LEN, KV_LEN] or [B, H, Q_LEN, KV_LEN] bool, True where a
+                score is kept; any strides. It is kept and read in partial tiles, so do not change
+                it.
+            BLOCK_SIZE: one size or (query, key), powers of two from 16.
+        Returns:
+            A mask of shape [B, H, Q_LEN, KV_LEN]; dimensions left out are 1.
+        Raises:
+            DtypeError: mask is not bool. ShapeError: it has fewer than 2 or more than 4 dimensions.
+        """
+        if mask.dtype is not torch.bool:
+            raise DtypeError(
+                f"mask is {mask.dtype}; it must be torch.bool, True where a score is kept. For 0/1 "
+                "use mask.bool(), for an additive mask mask == 0."
+            )
+        if not 2 <= mask.dim() <= 4:
+            raise ShapeError(f"mask has shape {list(mask.shape)}; it must be [B, H, Q, KV].")
+        table = mask[(None,) * (4 - mask.dim())]
+        batch_dims = tuple(table.shape[:2])
+        for dim in (0, 1):
+            if table.shape[dim] > 1 and table.stride(dim) == 0:
+                table = table.narrow(dim, 0, 1)
+        lists = known_masks.table_lists(table, block_size_pair(BLOCK_SIZE))
+        mod = known_masks.bind_tables(known_masks.table_mask, table)
+        return cls.from_lists(lists, mod, batch_dims)
+
+    @classmethod
+    def from_key_ranges(
+        cls,
+        start: torch.Tensor,
+        stop: torch.Tensor,
+        kv_len: int,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+    ) -> Self:
+        """Each query sees the keys start .. stop - 1, in time linear in Q_LEN and live tiles.
+
+        Args:
+            start, stop: [Q_LEN], [H, Q_LEN] or [B, H, Q_LEN] integers; values outside 0 .. kv_len
+                are cut to it, stop <= start sees no key.
+            kv_len: KV_LEN.
+        Raises:
+            DtypeError, ShapeError: start and stop are not integers, or do not broadcast together.
+        """
+        for name, tensor in (("start", start), ("stop", stop)):
+            known_masks.check_integer(name, tensor, (1, 2, 3))
+        try:
+            start, stop = torch.broadcast_tensors(start, stop)
+        except RuntimeError as error:
+            raise ShapeError(
+                f"start {list(start.shape)} and stop {list(stop.shape)} do not broadcast together."
+            ) from error
+        lead = (None,) * (3 - start.dim())
+        start, stop = (t.to(torch.int64).clamp(0, kv_len)[lead].contiguous() for t in (start, stop))
+        ranges = known_masks.KeyRanges(start, stop, kv_len)
+        lists = known_masks.range_lists(ranges, block_size_pair(BLOCK_SIZE))
+        return cls.from_lists(lists, known_masks.range_mod(ranges))
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_q: torch.Tensor,
+        cu_kv: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        mask_mod: MaskMod | None = None,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+    ) -> Self:
+        """Documents packed one after the other; a query sees the keys of its own document.
+
+        Args:
+            cu_q: [documents + 1] integers, cumulative query lengths from 0; lengths may be 0.
+            cu_kv: the same of keys; default: cu_q.
+            causal: within each document, aligned at the end: the last query sees the last key (as
+                FlashAttention's variable-length functions).
+            mask_mod: inside each document, which it sees as a batch entry of its own: b is the
+                document, q_idx and kv_idx count from its start.
+            q_len, kv_len: Q_LEN and KV_LEN where they go beyond the last document; queries out
+                there see no key.
+        Returns:
+            A mask of shape [1, 1, Q_LEN, KV_LEN]. Without mask_mod its lists follow directly from
+            the lengths; with one, tiles are classified as by create_block_mask.
+        Raises:
+            DtypeError, ShapeError, OptionError: no cumulative lengths, or of other documents.
+            TraceError: mask_mod cannot be traced.
+        """
+        cu_kv = cu_q if cu_kv is None else cu_kv
+        for name, cu in (("cu_q", cu_q), ("cu_kv", cu_kv)):
+            known_masks.check_integer(name, cu, (1,))
+        lengths = (
+            int(cu_q[-1]) if q_len is None and cu_q.numel() else q_len or 0,
+            int(cu_kv[-1]) if kv_len is None and cu_kv.numel() else kv_len or 0,
+        )
+        ranges, tables = known_masks.packed_documents(cu_q, cu_kv, lengths, causal)
+        block = block_size_pair(BLOCK_SIZE)
+        mod = known_masks.packed_mod(ranges, tables, mask_mod)
+        if mask_mod is None:
+            lists = known_masks.range_lists(ranges, block)
+        else:
+            lists = build_lists(mod, ranges.grid(block), cu_q.device)
+        return cls.from_lists(lists, mod)
+
+    @classmethod
+    def from_document_ids(
+        cls,
+        ids_q: torch.Tensor,
+        ids_kv: torch.Tensor | None = None,
+        *,
+        mask_mod: MaskMod | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+    ) -> Self:
+        """A query sees the keys that carry its document id.
+
+        Args:
+            ids_q: [Q_LEN] or [B, Q_LEN] integers, in any order; documents may be interleaved.
+            ids_kv: the same of keys; default: ids_q.
+            mask_mod: inside documents: b and h as ever, q_idx and kv_idx are positions within the
+                document (how many earlier tokens carry the same id).
+        Returns:
+            A mask of shape [B, 1, Q_LEN, KV_LEN]. Where every document's keys are contiguous its
+            lists follow directly; otherwise tiles are classified as by create_block_mask.
+        Raises:
+            DtypeError, ShapeError: the ids are not integers, or of different batch sizes.
+            TraceError: mask_mod cannot be traced.
+        """
+        ids_kv = ids_q if ids_kv is None else ids_kv
+        for name, ids in (("ids_q", ids_q), ("ids_kv", ids_kv)):
+            known_masks.check_integer(name, ids, (1, 2))
+        ids_q, ids_kv = torch.atleast_2d(ids_q), torch.atleast_2d(ids_kv)
+        if ids_q.shape[0] != ids_kv.shape[0] and 1 not in (ids_q.shape[0], ids_kv.shape[0]):
+            raise ShapeError(
+                f"ids_q has {ids_q.shape[0]} batch entries and ids_kv {ids_kv.shape[0]}; they must "
+                "be equal, or 1 to share."
+            )
+        B = max(ids_q.shape[0], ids_kv.shape[0])
+        ids_q, ids_kv = (ids.expand(B, -1) for ids in (ids_q, ids_kv))
+        documents = known_masks.documents_of(ids_q, ids_kv)
+        block = block_size_pair(BLOCK_SIZE)
+        mod = known_masks.document_mod(documents, mask_mod)
+        if mask_mod is None and documents.ranges is not None:
+            lists = known_masks.range_lists(documents.ranges, block)
+        else:
+            grid = TileGrid(B, 1, ids_q.shape[1], ids_kv.shape[1], *block)
+            lists = build_lists(mod, grid, ids_q.device)
+        return cls.from_lists(lists, mod, (B, 1))
