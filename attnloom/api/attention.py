@@ -138,10 +138,7 @@ def flex_attention(
     """
     if return_lse:
         _check_return_lse(return_aux)
-    if torch.compiler.is_dynamo_compiling():
-        run = _beside_graph
-    else:
-        run = _run
+    run = _beside_graph if torch.compiler.is_dynamo_compiling() else _run
     want_max_scores = return_aux is not None and return_aux.max_scores
     out, lse, max_scores = run(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, want_max_scores

@@ -43,17 +43,21 @@ def attention(
     Returns:
         out, lse and max_scores (None unless wanted; never differentiable).
     """
-    inputs = (query, key, value, *tensors)
-    if forward_ad._current_level >= 0 and _has_tangent(inputs):
+    if forward_ad._current_level >= 0 and _has_tangent((query, key, value, *tensors)):
         return composite.attend(launch, query, key, value, tensors)
     if _transforms_active():
         function: Any = _TransformedAttention
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    elif torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or any(x.requires_grad for x in tensors)
+    ):
         function = _EagerAttention
     else:
         return _run_forward(launch, query, key, value, tensors, want_max_scores)
-    out, lse, *rest = function.apply(launch, want_max_scores, *inputs)
-    return out, lse, rest[0] if rest else None
+    outputs = function.apply(launch, want_max_scores, query, key, value, *tensors)
+    return outputs if want_max_scores else (*outputs, None)
 
 
 def _has_tangent(inputs: Tensors) -> bool:
@@ -63,11 +67,14 @@ def _has_tangent(inputs: Tensors) -> bool:
     )
 
 
-def below_python(inputs: Tensors) -> bool:
+def _needs_operators(query: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether a dispatch mode or a tensor subclass has to see the registered operators."""
-    if _num_dispatch_modes():
+    if _num_dispatch_modes() or query.is_meta or type(query) not in _PLAIN_TYPES:
         return True
-    return any(type(x) not in _PLAIN_TYPES or x.is_meta for x in inputs)
+    for x in others:  # noqa: SIM110 - a generator would double the time of this
+        if type(x) not in _PLAIN_TYPES:
+            return True
+    return False
 
 
 def _run_forward(
@@ -78,14 +85,14 @@ def _run_forward(
     tensors: Tensors,
     want_max_scores: bool,
 ) -> Outputs:
-    if below_python((query, key, value, *tensors)):
+    if _needs_operators(query, key, value, *tensors):
         return operators.call_forward(launch, query, key, value, tensors, want_max_scores)
     if torch.is_autocast_enabled(query.device.type):
         with torch.autocast(query.device.type, enabled=False):
             result = launch.forward(query, key, value, tensors, want_max_scores)
     else:
         result = launch.forward(query, key, value, tensors, want_max_scores)
-    return result.out, result.lse, result.max_scores
+    return result.out, result.lse, result.max_scores if want_max_scores else None
 
 
 def _run_backward(
@@ -97,7 +104,7 @@ def _run_backward(
 ) -> Tensors:
     """dq, dk, dv and the gradients of launch.grad_slots()."""
     query, key, value, tensors = inputs
-    if below_python((query, key, value, dout, *tensors)):
+    if _needs_operators(query, key, value, dout, *tensors):
         return operators.call_backward(launch, inputs, saved, dout, dlse)
     if torch.is_autocast_enabled(query.device.type):
         with torch.autocast(query.device.type, enabled=False):
@@ -116,11 +123,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
 
 
 def _forward(launch: Launch, want_max_scores: bool, *inputs: torch.Tensor) -> Tensors:
-    query, key, value, *tensors = inputs
-    out, lse, max_scores = _run_forward(
-        launch, query, key, value, tuple(tensors), want_max_scores
-    )
-    return (out, lse) if max_scores is None else (out, lse, max_scores)
+    query, key, value = inputs[:3]
+    outputs = _run_forward(launch, query, key, value, inputs[3:], want_max_scores)
+    return outputs if outputs[2] is not None else outputs[:2]  # type: ignore[return-value]
 
 
 def _backward(

@@ -88,7 +88,7 @@ _OURS: dict[str, Callable[[object], Any]] = {
 _TORCHS = frozenset(FlexKernelOptions.__annotations__) - frozenset(_OURS)
 
 _DEFAULT = {False: KernelOptions(), True: KernelOptions(deterministic=True)}
-_SEEN: dict[tuple[tuple[str, object], ...], KernelOptions] = {}
+_SEEN: dict[tuple[object, ...], KernelOptions] = {}
 _SEEN_LIMIT = 256
 
 
@@ -103,10 +103,8 @@ def read_options(options: Mapping[str, object] | None) -> KernelOptions:
         return _DEFAULT[deterministic]
     try:
         # The type tells 1 and True apart, which are equal as keys.
-        key = (
-            ("torch deterministic", deterministic),
-            *((k, (type(v), v)) for k, v in options.items()),
-        )
+        values = tuple(options.values())
+        key = (deterministic, *options, *map(type, values), *values)
         found = _SEEN.get(key)
     except (TypeError, AttributeError):
         return _parse(options, deterministic)
