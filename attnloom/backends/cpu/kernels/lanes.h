@@ -36,7 +36,6 @@ template <class V> INLINE vm v_ge(V a, V b) { return convert_mask<vm>(a >= b); }
 
 template <class V> INLINE vi mask_to_int(V m) { return -convert_mask<vi>(m); }
 template <class V> INLINE V mask_to_float(vm m) { return select(m, splat<V>(1), V{}); }
-template <class V> INLINE V int_to_float(vi x) { return CONVERT(x, V); }
 
 // A float beyond what an integer lane holds is reported; infinities and NaN, which have no integer
 // value anywhere, merely saturate, since masked-off lanes often hold them (log(0), say).
@@ -92,12 +91,17 @@ template <class V> INLINE V v_reciprocal(V x) { return splat<V>(1) / x; }
 
 // ---- integers -------------------------------------------------------------------------------
 
+#define ILANE_MAX ((ilane)(~0ull >> (65 - 8 * ILANE_BYTES)))
+#define ILANE_MIN (-ILANE_MAX - 1)
+
 template <int BITS, class V> INLINE V wrap_signed(V x) {
     constexpr int spare = (int)(8 * sizeof(x[0])) - BITS;
     if constexpr (spare <= 0) return x;
     else return (x << spare) >> spare;
 }
-template <int BITS> INLINE i64 wrap_signed(i64 x) { return (i64)((u64)x << (64 - BITS)) >> (64 - BITS); }
+template <int BITS> INLINE i64 wrap_signed(i64 x) {
+    return (i64)((u64)x << (64 - BITS)) >> (64 - BITS);
+}
 template <int BITS, class V> INLINE V wrap_unsigned(V x) { return x & ((1 << BITS) - 1); }
 
 template <class V> INLINE V v_iabs(V x) { return select(x < V{}, -x, x); }
@@ -139,6 +143,22 @@ template <class V> INLINE V v_imod(V a, V b) {
 template <class V> INLINE V v_ifloordiv(V a, V b) {
     const V q = v_truncdiv(a, b), r = a - q * b, zero = zero_of(b);
     return select((b != zero) & (r != zero) & ((r ^ b) < zero), q - ones_of(b), q);
+}
+
+INLINE i64 v_ipow(i64 a, i64 n) {
+    if (n < 0) return a == 1 ? 1 : a == -1 ? (n & 1 ? -1 : 1) : 0;
+    u64 result = 1;
+    for (u64 power = (u64)a; n; n >>= 1, power *= power)
+        if (n & 1) result *= power;
+    return (i64)result;
+}
+template <class V> NOINLINE V v_ipow(V a, V n) {
+    for (int l = 0; l < W; l++) {
+        const i64 power = v_ipow((i64)a[l], (i64)n[l]);
+        if (power != (ilane)power) narrow_overflow() = 1;
+        a[l] = (ilane)power;
+    }
+    return a;
 }
 
 // Shifts whose count is outside the BITS of the type move every bit out.
