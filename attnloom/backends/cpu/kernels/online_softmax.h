@@ -72,6 +72,7 @@ NOINLINE void softmax_rows(const ModArgs& mods, const RowGroup& group, const Til
         Range columns = panels[i / MR];
         if (columns.begin >= columns.end) continue;
         real* scores = state.scores + i * TILE_N;
+        u16* pairs = state.pairs + i * TILE_N;
         vf top = score_row<MASKED>(mods, group, column, i, k0, columns, scale, state.mask + i * TILE_N,
                                    scores, vf_set(state.m[i]));
         real m = vf_hmax(top);
@@ -80,7 +81,7 @@ NOINLINE void softmax_rows(const ModArgs& mods, const RowGroup& group, const Til
             vf p = softmax_exp2(to_exponent(vf_load(scores + x) - m));
             sum += p;
 #if BF16_PAIRS
-            store_as(state.pairs + i * TILE_N + x, bf16_from_probability(p));
+            store_as(pairs + x, bf16_from_probability(p));
 #else
             vf_store(scores + x, p);
 #endif
