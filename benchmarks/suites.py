@@ -16,7 +16,6 @@ from benchmarks.contenders import CONTENDERS, Attention, density
 from benchmarks.rows import Row
 from benchmarks.timing import Sample, alternate
 
-
 # Largest difference between two contenders, over the largest output.
 _AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}
 

@@ -1,0 +1,110 @@
+"""What a user installs: the wheel, the core without extras, the command line's first words."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KERNELS = ROOT / "attnloom" / "backends" / "cpu" / "kernels"
+
+
+def _run(*args: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(args, capture_output=True, text=True, cwd=ROOT, check=False, **options)
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory) -> list[str]:
+    """Paths inside a wheel built from a copy of the sources."""
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path_factory.mktemp("source")
+    tracked = _run("git", "ls-files", "-co", "--exclude-standard").stdout.split("\n")
+    if tracked == [""]:
+        pytest.skip("needs a git checkout to know which files belong to the project")
+    for name in filter(None, tracked):
+        if (ROOT / name).is_file():
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    out = tmp_path_factory.mktemp("wheel")
+    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = out.glob("*.whl")
+    return zipfile.ZipFile(wheel).namelist()
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel_names):
+    assert {name.split("/")[0].split("-")[0] for name in wheel_names} == {"attnloom"}
+
+
+def test_the_wheel_holds_every_module_and_every_kernel_source(wheel_names):
+    package = ROOT / "attnloom"
+    wanted = [p for p in package.rglob("*.py") if "__pycache__" not in p.parts]
+    kernels = [p for p in KERNELS.iterdir() if p.suffix in (".h", ".cpp")]
+    assert kernels
+    missing = {
+        p.relative_to(ROOT).as_posix() for p in [*wanted, *kernels, package / "py.typed"]
+    } - set(wheel_names)
+    assert not missing
+
+
+def test_the_core_imports_without_the_extras():
+    code = (
+        "import sys\n"
+        "for name in ('rich', 'matplotlib', 'hypothesis', 'pytest'): sys.modules[name] = None\n"
+        "import attnloom\n"
+        "attnloom.flex_attention, attnloom.create_block_mask, attnloom.BlockMask\n"
+    )
+    done = _run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_demo_without_its_extras_says_how_to_get_them():
+    code = (
+        "import sys, importlib.util as u\n"
+        "real = u.find_spec\n"
+        "u.find_spec = lambda n, *a: None if n in ('rich', 'matplotlib') else real(n, *a)\n"
+        "from attnloom.cli.main import main\n"
+        "sys.exit(main(['demo']))\n"
+    )
+    done = _run(sys.executable, "-c", code)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "attnloom demo needs rich and matplotlib, which the core of attnloom does not install. "
+        "Run: pip install 'attnloom[demo]'\n"
+    )
+
+
+def test_the_command_line_lists_its_commands():
+    done = _run(sys.executable, "-m", "attnloom.cli.main", "--help")
+    assert done.returncode == 0
+    assert re.search(r"^ +demo +train a small language model", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seconds", "0", "must be above 0, got 0"),
+        ("--steps", "-3", "must be above 0, got -3"),
+        ("--steps", "many", "invalid int value: 'many'"),
+    ],
+)
+def test_the_demo_refuses_options_that_mean_nothing(option, value, message):
+    done = _run(sys.executable, "-m", "attnloom.cli.main", "demo", option, value)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_no_module_imports_torch_flex_attention():
+    """The library is an implementation of its own: torch's is for tests and benchmarks."""
+    importing = re.compile(r"^\s*(from|import)\s+torch\.(nn\.attention|_higher_order_ops)", re.M)
+    guilty = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "attnloom").rglob("*.py")
+        if importing.search(path.read_text())
+    ]
+    assert not guilty
