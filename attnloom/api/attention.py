@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from attnloom.api import pipeline
+from attnloom.api import autocast, pipeline
 from attnloom.api.options import FlexKernelOptions
 from attnloom.block_mask import BlockMask
 from attnloom.errors import OptionError
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_AUTOCAST_KEEPS = torch.float64  # as autocast itself, which never lowers float64
 _shown: set[str] = set()
 
 
@@ -148,22 +147,15 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> pipeline.Outputs:
-    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
-        query, key, value = (_autocast(x, query.device.type) for x in (query, key, value))
+def _run(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> pipeline.Outputs:
+    if isinstance(query, Tensor) and autocast.is_on(query):
+        device = query.device
+        query, key, value = (autocast.lowered(x, device) for x in (query, key, value))
     return pipeline.run(query, key, value, *rest)
 
 
 # Dynamo leaves its graph here: tracing a mod is our own compiler's work.
 _beside_graph = torch._disable_dynamo(_run)
-
-
-def _autocast(tensor: Tensor, device_type: str) -> Tensor:
-    """What autocast does to the inputs of torch's scaled_dot_product_attention."""
-    keep = not isinstance(tensor, Tensor) or not tensor.is_floating_point()
-    if keep or tensor.dtype == _AUTOCAST_KEEPS or tensor.device.type != device_type:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
 
 
 def _check_return_lse(return_aux: AuxRequest | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attnloom.api import composite, operators
+from attnloom.api import autocast, composite, operators
 from attnloom.api.launch import Launch, flat_gradients
 
 Tensors = tuple[torch.Tensor, ...]
@@ -87,8 +87,8 @@ def _run_forward(
 ) -> Outputs:
     if _needs_operators(query, key, value, *tensors):
         return operators.call_forward(launch, query, key, value, tensors, want_max_scores)
-    if torch.is_autocast_enabled(query.device.type):
-        with torch.autocast(query.device.type, enabled=False):
+    if autocast.is_on(query):
+        with autocast.switched_off(query):
             result = launch.forward(query, key, value, tensors, want_max_scores)
     else:
         result = launch.forward(query, key, value, tensors, want_max_scores)
@@ -106,8 +106,8 @@ def _run_backward(
     query, key, value, tensors = inputs
     if _needs_operators(query, key, value, dout, *tensors):
         return operators.call_backward(launch, inputs, saved, dout, dlse)
-    if torch.is_autocast_enabled(query.device.type):
-        with torch.autocast(query.device.type, enabled=False):
+    if autocast.is_on(query):
+        with autocast.switched_off(query):
             grads = launch.backward(query, key, value, tensors, saved, dout, dlse)
     else:
         grads = launch.backward(query, key, value, tensors, saved, dout, dlse)
@@ -249,9 +249,8 @@ class _TransformedGradient(torch.autograd.Function):
 
 
 def _apply_attention(launch: Launch, want_max_scores: bool, *inputs: torch.Tensor) -> Tensors:
-    out, lse, max_scores = attention(
-        launch, *inputs[:3], tuple(inputs[3:]), want_max_scores
-    )
+    query, key, value = inputs[:3]
+    out, lse, max_scores = attention(launch, query, key, value, inputs[3:], want_max_scores)
     return (out, lse) if max_scores is None else (out, lse, max_scores)
 
 
@@ -260,9 +259,7 @@ def _operator_forward(*args: Any) -> Tensors:
     *common, want_max_scores = args
     launch = operators.launch_of(*common)
     query, key, value = common[:3]
-    out, lse, max_scores = attention(
-        launch, query, key, value, tuple(common[5]), want_max_scores
-    )
+    out, lse, max_scores = attention(launch, query, key, value, tuple(common[5]), want_max_scores)
     return out, lse, lse.new_empty(0) if max_scores is None else max_scores
 
 

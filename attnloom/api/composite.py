@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from attnloom.api import autocast
 from attnloom.api.launch import Launch
 from attnloom.api.token_map import live_scores, positions, row_chunks
 from attnloom.backends.registry import AttentionCall
@@ -26,7 +27,7 @@ def attend(
     launch: Launch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tensors: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse and max_scores of a launch, by differentiable torch operators."""
-    with torch.autocast(query.device.type, enabled=False):
+    with autocast.switched_off(query):
         parts = [
             _attend_rows(launch.call(query[:, :, a:b], key, value, tensors), a)
             for a, b in row_chunks(query, key)
@@ -60,17 +61,15 @@ def second_order(
     floats = tuple(tensors[i] for i in slots)
     by_row: list[Tensors] = []
     shared: Tensors | None = None  # of key, value and captured tensors: summed over chunks
-    with torch.autocast(query.device.type, enabled=False):
+    with autocast.switched_off(query):
         for a, b in row_chunks(query, key):
             rows = slice(a, b)
             backward = _backward_of_rows(launch, tensors, a)
-            _, pull = torch.func.vjp(
+            pull = torch.func.vjp(
                 backward, query[:, :, rows], key, value, floats, dout[:, :, rows], dlse[:, :, rows]
-            )
+            )[1]
             dq, dk, dv, *captured = cotangents
-            gq, gk, gv, gfloats, gdout, gdlse = pull(
-                (dq[:, :, rows], dk, dv, tuple(captured))
-            )
+            gq, gk, gv, gfloats, gdout, gdlse = pull((dq[:, :, rows], dk, dv, tuple(captured)))
             by_row.append((gq, gdout, gdlse))
             part = (gk, gv, *gfloats)
             shared = part if shared is None else tuple(map(torch.add, shared, part))
@@ -102,7 +101,7 @@ def _backward_of_rows(launch: Launch, tensors: Tensors, start: int) -> Callable[
         dout: torch.Tensor,
         dlse: torch.Tensor,
     ) -> object:
-        _, pull = torch.func.vjp(forward, query, key, value, floats)
+        pull = torch.func.vjp(forward, query, key, value, floats)[1]
         return pull((dout, dlse))
 
     return backward

@@ -85,15 +85,15 @@ class Launch:
     ) -> Gradients:
         """Run the backward; saved: out and lse of the forward."""
         if query.numel() == 0 or key.numel() == 0:
-            zeros = (torch.zeros_like(x) for x in (query, key, value))
+            dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
             slots = self.grad_slots()
             captured = tuple(
                 torch.zeros_like(t) if i in slots else None
                 for i, t in enumerate(tensors[: self.num_score_tensors])
             )
-            return Gradients(*zeros, captured)
-        call = self.call(query, key, value, tensors)
-        return self.backend.backward(call, *saved, dout, dlse)
+            return Gradients(dq, dk, dv, captured)
+        out, lse = saved
+        return self.backend.backward(self.call(query, key, value, tensors), out, lse, dout, dlse)
 
     def grad_slots(self) -> tuple[int, ...]:
         """Slots of the captured tensors that the backend returns a gradient for."""

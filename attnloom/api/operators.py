@@ -1,8 +1,9 @@
 """attnloom::flex_forward and attnloom::flex_backward, as torch.library operators.
 
 torch.export, make_fx, FakeTensor, selective checkpointing and sharding see these two ordinary
-operators (their formulas for autograd are registered by `autograd.py`). A mod enters as the text of its structure plus flat lists of captured tensors, integers
-and reals; a BlockMask as its tensors plus static fields. No Python callable crosses this line.
+operators (`autograd.py` registers their derivatives). A mod enters as the text of its structure
+plus flat lists of captured tensors, integers and reals; a BlockMask as its tensors plus static
+fields. No Python callable crosses this line.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ _COMMON = (
 )
 library = torch.library.Library("attnloom", "FRAGMENT")
 library.define(
-    f"flex_forward({_COMMON}, bool want_max_scores)"
-    " -> (Tensor out, Tensor lse, Tensor max_scores)"
+    f"flex_forward({_COMMON}, bool want_max_scores) -> (Tensor out, Tensor lse, Tensor max_scores)"
 )
 library.define(
     f"flex_backward({_COMMON}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse)"
@@ -149,8 +149,8 @@ def launch_of(
 def _forward_impl(*args: Any) -> Tensors:
     *common, want_max_scores = args
     launch = launch_of(*common)
-    tensors = tuple(common[5])
-    result = launch.forward(*common[:3], tensors, want_max_scores)
+    query, key, value, _, _, tensors = common[:6]
+    result = launch.forward(query, key, value, tuple(tensors), want_max_scores)
     out, lse, max_scores = result.out, result.lse, result.max_scores
     if max_scores is None:
         max_scores = lse.new_empty(0)
@@ -160,7 +160,8 @@ def _forward_impl(*args: Any) -> Tensors:
 def _backward_impl(*args: Any) -> tuple[Any, ...]:
     *common, out, lse, dout, dlse = args
     launch = launch_of(*common)
-    grads = launch.backward(*common[:3], tuple(common[5]), (out, lse), dout, dlse)
+    query, key, value, _, _, tensors = common[:6]
+    grads = launch.backward(query, key, value, tuple(tensors), (out, lse), dout, dlse)
     dq, dk, dv, *captured = (g.contiguous() for g in flat_gradients(launch, grads))
     return dq, dk, dv, list(captured)
 

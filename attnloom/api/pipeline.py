@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnloom.api import autograd, bounds_check, validate
+from attnloom.api.masks import noop_mask
 from attnloom.api.options import read_options
 from attnloom.api.planning import plan_launch
 from attnloom.backends.reference import reference_forward
@@ -45,7 +46,7 @@ def run(
     if score_mod is not None:
         validate.check_score_mod(score_mod)
         score = trace_score(score_mod, compute_type(query.dtype, key.dtype, value.dtype), device)
-    if mask_mod is not None:
+    if mask_mod is not None and mask_mod is not noop_mask:
         mask = trace_mask(mask_mod, device)
     launch, tensors = plan_launch((query, key, value), score, mask, lists, factor, options)
     if options.debug_bounds:

@@ -56,7 +56,8 @@ def tile_tokens(
     columns = -(-blocks.kv_len // blocks.kv_block)
     if q_idx.numel() == 0 or columns == 0:
         shape = (blocks.num_batches, blocks.num_heads, q_idx.numel(), kv_idx.numel())
-        return (q_idx.new_zeros(shape, dtype=torch.bool),) * 2
+        none = q_idx.new_zeros(shape, dtype=torch.bool)
+        return none, none
     first = int(q_idx[0]) // blocks.q_block
     last = int(q_idx[-1]) // blocks.q_block + 1
     groups = torch.arange(blocks.num_batches * blocks.num_heads, device=q_idx.device)

@@ -119,9 +119,9 @@ def read_scale(scale: object, head_dim: int) -> float:
         number = float(scale)
         if math.isfinite(number):
             return number
-    shown = f"a tensor of shape {list(scale.shape)}" if isinstance(scale, torch.Tensor) else scale
+    shown = type(scale).__name__ if isinstance(scale, torch.Tensor) else repr(scale)
     raise OptionError(
-        f"scale is {shown!s}; it must be a finite Python number or None (1 / sqrt(head_dim)). "
+        f"scale is {shown}; it must be a finite Python number or None (1 / sqrt(head_dim)). "
         "For a learned or per-head scale multiply query by it, or capture it in score_mod."
     )
 
@@ -170,9 +170,7 @@ def _explain_lengths(block_mask: BlockMask, rows: int, keys: int) -> None:
     else:
         fix = f"For the first {rows} queries and {keys} keys use block_mask.crop({rows}, {keys})"
         if rows < q_len:
-            fix += (
-                f"; for queries from position p on (decoding) use block_mask.rows(p, p + {rows})"
-            )
+            fix += f"; for queries from position p on (decoding) use block_mask.rows(p, p + {rows})"
             if keys < kv_len:
                 fix += f".crop({rows}, {keys})"
         fix += f"; or build create_block_mask(mask_mod, B, H, {rows}, {keys})."

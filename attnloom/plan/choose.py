@@ -9,7 +9,7 @@ from attnloom.plan.problem import KernelOptions
 
 NO_COMPILER = (
     "attnloom found no C++ compiler, so attention on the CPU runs as tiled torch operators, "
-    "about five times slower than compiled kernels. Install g++ or clang (or set CXX), or run "
+    "several times slower than compiled kernels. Install g++ or clang (or set CXX), or run "
     "'pip install ziglang', which carries one."
 )
 NO_TRITON_BACKEND = (
@@ -53,6 +53,8 @@ def candidates(
         )
     if chosen != "auto":
         return (Candidate(chosen),)
+    if device_type == "meta":
+        return (Candidate("tiled"),)  # shapes only: nothing is run
     if device_type != "cpu":
         return (Candidate("tiled", NO_TRITON_BACKEND.format(device=device_type)),)
     if not has_compiler:

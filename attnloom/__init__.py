@@ -1,0 +1,59 @@
+"""attnloom: FlexAttention as an ordinary function, fused on the first eager call.
+
+A drop-in for torch.nn.attention.flex_attention: the same names, arguments and return forms.
+"""
+
+from attnloom.api.attention import AuxOutput, AuxRequest, flex_attention
+from attnloom.api.masks import (
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
+from attnloom.api.options import FlexKernelOptions
+from attnloom.block_mask import BlockMask
+from attnloom.errors import (
+    AttnloomError,
+    CacheError,
+    CompileError,
+    DeviceError,
+    DtypeError,
+    ModError,
+    OptionError,
+    ShapeError,
+    TraceError,
+    UnsupportedError,
+)
+from attnloom.stats import CompileStats, compile_stats, reset_compile_stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # attention and masks, named as in torch.nn.attention.flex_attention
+    "flex_attention",
+    "create_block_mask",
+    "create_mask",
+    "BlockMask",
+    "and_masks",
+    "or_masks",
+    "noop_mask",
+    "AuxRequest",
+    "AuxOutput",
+    "FlexKernelOptions",
+    # what the compiler did
+    "CompileStats",
+    "compile_stats",
+    "reset_compile_stats",
+    # errors
+    "AttnloomError",
+    "CacheError",
+    "CompileError",
+    "DeviceError",
+    "DtypeError",
+    "ModError",
+    "OptionError",
+    "ShapeError",
+    "TraceError",
+    "UnsupportedError",
+]

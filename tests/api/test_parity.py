@@ -1,0 +1,111 @@
+"""Side by side with torch.nn.attention.flex_attention: signatures, defaults, forms, results."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torchs
+
+import attnloom
+from tests.api.mods import causal, late_start, qkv, slope_bias, soft_cap
+
+
+@pytest.fixture(autouse=True)
+def _torch_runs_uncompiled(monkeypatch):
+    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+def test_all_public_names_exist():
+    assert set(torchs.__all__) <= set(attnloom.__all__)
+
+
+@pytest.mark.parametrize(
+    "name", ["flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks"]
+)
+def test_signatures(name):
+    def shape(function):
+        return [
+            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
+        ]
+
+    assert shape(getattr(attnloom, name)) == shape(getattr(torchs, name))
+
+
+@pytest.mark.parametrize("name", ["AuxRequest", "AuxOutput"])
+def test_named_tuples(name):
+    ours, theirs = getattr(attnloom, name), getattr(torchs, name)
+    assert ours._fields == theirs._fields
+    assert ours._field_defaults == theirs._field_defaults
+
+
+CASES = {
+    "plain": (None, None),
+    "causal": (None, causal),
+    "slope": (slope_bias(torch.linspace(0.1, 0.4, 4)), None),
+    "cap, rows without keys": (soft_cap(2.0), late_start),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results(name, dtype):
+    score_mod, mask_mod = CASES[name]
+    inputs = qkv(lengths=(40, 150), head_dim=16, dtype=dtype)
+    results = []
+    for module in (attnloom, torchs):
+        mask = None
+        if mask_mod is not None:
+            mask = module.create_block_mask(mask_mod, None, None, 40, 150, device="cpu")
+        results.append(
+            module.flex_attention(
+                *inputs, score_mod, mask, enable_gqa=True, return_aux=module.AuxRequest(lse=True)
+            )
+        )
+    (out, aux), (want_out, want_aux) = results
+    torch.testing.assert_close(out, want_out.to(dtype), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(aux.lse, want_aux.lse.to(aux.lse.dtype), atol=2e-5, rtol=2e-5)
+    assert aux.max_scores is None is want_aux.max_scores
+    assert out.shape == want_out.shape
+    assert out.dtype == want_out.dtype
+
+
+def test_scale_multiplies_before_the_mod():
+    inputs = qkv(key_heads=4, head_dim=16, dtype=torch.float32)
+    ours, theirs = (
+        module.flex_attention(*inputs, soft_cap(1.0), scale=0.7) for module in (attnloom, torchs)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"query": (1, 3, 4, 8)},
+        {"key": (1, 2, 4, 16)},
+        {"query": (2, 2, 4, 8)},
+    ],
+)
+def test_both_refuse_with_a_value_error(arguments):
+    shapes = {"query": (1, 2, 4, 8), "key": (1, 2, 4, 8), "value": (1, 2, 4, 8)} | arguments
+    if arguments.get("query") == (2, 2, 4, 8):
+        shapes["key"] = shapes["value"] = (3, 2, 4, 8)
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for module in (attnloom, torchs):
+        with pytest.raises(ValueError):
+            module.flex_attention(**tensors)
+
+
+def test_return_lse_form_and_warning(monkeypatch):
+    from attnloom.api import attention
+
+    monkeypatch.setattr(attention, "_shown", set())
+    inputs = qkv(key_heads=4)
+    with pytest.warns(FutureWarning, match="return_lse is deprecated"):
+        out, lse = attnloom.flex_attention(*inputs, return_lse=True)
+    assert (out.shape, lse.shape) == ((2, 4, 5, 4), (2, 4, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attnloom.flex_attention(*inputs, return_lse=True)
