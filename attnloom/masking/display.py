@@ -44,23 +44,18 @@ def _draw_one(lists: BlockLists, entry: int, grid_size: int | tuple[int, int]) -
         1 if most < 0 else max(1, -(-size // most))
         for size, most in zip((rows, columns), limits, strict=True)
     )
-    height, width = -(-rows // row_step), -(-columns // column_step)
-    offsets = lists.row_offsets[entry * rows : (entry + 1) * rows + 1]
-    row = torch.repeat_interleave(torch.arange(rows, device=offsets.device), offsets.diff())
-    column = lists.entries[int(offsets[0]) : int(offsets[-1])] >> 1
-    cell = row // row_step * width + column // column_step
-    live = torch.bincount(cell, minlength=height * width).view(height, width).tolist()
-    sizes = [
-        [
-            min(row_step, rows - r * row_step) * min(column_step, columns - c * column_step)
-            for c in range(width)
-        ]
-        for r in range(height)
-    ]
-    lines = (
-        "".join(_symbol(n, of) * 2 for n, of in zip(counts, areas, strict=True))
-        for counts, areas in zip(live, sizes, strict=True)
-    )
+    width = -(-columns // column_step)
+    widths = [min(column_step, columns - c * column_step) for c in range(width)]
+    offsets = lists.row_offsets[entry * rows : (entry + 1) * rows + 1].tolist()
+    lines = []
+    for top in range(0, rows, row_step):
+        bottom = min(top + row_step, rows)
+        # The entries of neighbouring rows lie side by side.
+        column = lists.entries[offsets[top] : offsets[bottom]] >> 1
+        live = torch.bincount(column // column_step, minlength=width).tolist()
+        lines.append(
+            "".join(_symbol(n, (bottom - top) * w) * 2 for n, w in zip(live, widths, strict=True))
+        )
     return "".join(line + "\n" for line in lines)
 
 

@@ -290,7 +290,7 @@ def share_equal(lists: BlockLists) -> BlockLists:
 
 def _share_axis(lists: BlockLists, axis: str) -> BlockLists:
     size = getattr(lists, axis)
-    if size <= 1 or not lists.grid.num_q_blocks:
+    if size <= 1 or not lists.grid.num_rows:
         return lists
     outer = 1 if axis == "num_batches" else lists.num_batches
     counts = lists.row_counts.view(outer, size, -1)
