@@ -55,9 +55,7 @@ def head_sums(layout: Layout, items: tuple[Contribution, ...]) -> dict[int, Sum]
 
 def head_grad_struct(sums: dict[int, Sum]) -> list[str]:
     """Members of HeadGrad."""
-    return [
-        f"    vf g{s.number}{f'[{HEAD_GRAD_STEPS}]' if s.loop else ''};" for s in sums.values()
-    ]
+    return [f"    vf g{s.number}{f'[{HEAD_GRAD_STEPS}]' if s.loop else ''};" for s in sums.values()]
 
 
 def begin_text(sums: dict[int, Sum]) -> list[str]:

@@ -72,9 +72,7 @@ def is_line_load(program: Program, lines: tuple[Line | None, ...], index: int) -
     return runs_along(program, lines, program.nodes[index].args)
 
 
-def runs_along(
-    program: Program, lines: tuple[Line | None, ...], indices: tuple[int, ...]
-) -> bool:
+def runs_along(program: Program, lines: tuple[Line | None, ...], indices: tuple[int, ...]) -> bool:
     """Whether indices are Lines or equal for every key, and at least one is a Line."""
     varying = [i for i in indices if program.axes[i] & Axes.KV]
     return bool(varying) and all(lines[i] is not None for i in varying)

@@ -77,9 +77,7 @@ def find_lines(program: Program, tolerant: tuple[bool, ...]) -> tuple[Line | Non
     return tuple(lines)
 
 
-def _line(
-    program: Program, node: Node, lines: list[Line | None], tolerant: bool
-) -> Line | None:
+def _line(program: Program, node: Node, lines: list[Line | None], tolerant: bool) -> Line | None:
     if node.op == "input":
         return Line("k", "1") if node.attr == "kv" else None
     if not (node.dtype in _INDEX_TYPES or (node.dtype.is_float and tolerant)):

@@ -23,9 +23,11 @@ VECTOR_TYPES = {
     DType.F64: "v_f64",
 } | dict.fromkeys((DType.U8, DType.I8, DType.I16, DType.I32, DType.I64), "vi")
 # One element of a vector stored in memory.
-ELEMENT_TYPES = SCALAR_TYPES | {DType.BOOL: "real_bits"} | {
-    t: "ilane" for t, name in SCALAR_TYPES.items() if name == "i64"
-}
+ELEMENT_TYPES = (
+    SCALAR_TYPES
+    | {DType.BOOL: "real_bits"}
+    | {t: "ilane" for t, name in SCALAR_TYPES.items() if name == "i64"}
+)
 # Storage types of kernels/capture.h, by the name torch gives them.
 STORAGE_TYPES = {
     "torch.bool": "bool8",
@@ -43,8 +45,8 @@ _BITS = {DType.U8: 8, DType.I8: 8, DType.I16: 16, DType.I32: 32, DType.I64: 64}
 
 _ARITHMETIC = {"add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "neg": "(-{0})"}
 _FLOAT_UNARY = (
-    "floor ceil round trunc exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan sinh"
-    " cosh tanh asinh acosh atanh sigmoid erf erfc reciprocal isnan isinf isfinite sign"
+    "floor ceil round trunc exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan"
+    " sinh cosh tanh asinh acosh atanh sigmoid erf erfc reciprocal isnan isinf isfinite sign"
 ).split()
 _FLOAT_BINARY = "floordiv mod fmod pow atan2 copysign".split()
 FLOAT_OPS = (
