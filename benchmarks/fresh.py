@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def _first_call(contender: str, case: Case, backward: bool) -> dict[str, float]:
 
 def _memory(contender: str, case: Case) -> dict[str, float]:
     """Peak of forward and backward together over what was resident before, results included."""
-    small = Case(**asdict(case) | {"q_len": 256, "kv_len": 256})
+    small = replace(case, q_len=256, kv_len=256)
     for current in (small, case):
         attention = CONTENDERS[contender].prepare(current)
         assert attention is not None

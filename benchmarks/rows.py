@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ class Row:
     phase: forward, backward, decode, build, first_call, warm_call, overhead or memory.
     shape: [B, Hq, Hkv, q_len, kv_len, D]. density: share of scores kept.
     ours, theirs: median in `unit`; p10 and p90 beside them where runs were repeated.
-    ratio: theirs / ours, above 1 where ours is better.
+    ratio: theirs / ours, above 1 where ours is better; None where ours is nothing at all.
     """
 
     suite: str
@@ -43,7 +44,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        return None if self.theirs is None else self.theirs / self.ours
+        return None if self.theirs is None or not self.ours else self.theirs / self.ours
 
     def to_json(self) -> dict[str, object]:
         """As written: fields that say nothing are left out, times are named ours_ms, peer_ms."""
@@ -64,13 +65,13 @@ class Row:
     def from_json(fields: dict) -> Row:
         """The inverse of to_json."""
         unit = fields["unit"]
-        renamed = {
+        renamed: dict[str, str] = {
             f"ours_{unit}": "ours",
             f"peer_{unit}": "theirs",
             "peer_p10": "theirs_p10",
             "peer_p90": "theirs_p90",
         }
-        kept = {renamed.get(k, k): v for k, v in fields.items() if k != "ratio"}
+        kept: dict[str, Any] = {renamed.get(str(k), str(k)): v for k, v in fields.items() if k != "ratio"}
         return Row(**kept)
 
 

@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _progress(row: Row, seconds: float) -> str:
-    theirs = "" if row.theirs is None else f"  {row.peer} {row.theirs:.3f}  ratio {row.ratio:.2f}"
+    theirs = "" if row.theirs is None else f"  {row.peer} {row.theirs:.3f}"
+    theirs += "" if row.ratio is None else f"  ratio {row.ratio:.2f}"
     label = f"{row.phase} {row.case} {row.dtype or ''}"
     return f"[{seconds:5.0f} s] {label:44} {row.ours:.3f} {row.unit}{theirs}"
 

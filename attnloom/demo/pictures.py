@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import colors
 from matplotlib import pyplot as plt
 
-from attnloom.demo.model import Decoder
+from attnloom.demo.model import Decoder, Layer
 from attnloom.demo.train import Step
 
 _TILE_COLOURS = ("#f2f2f2", "#8fb8de", "#1f4e79")
@@ -60,7 +60,9 @@ def draw_scores(decoder: Decoder, documents: torch.Tensor, path: Path, length: i
     documents: [B, S]; the first `length` tokens of the first row are drawn, head 0 of layer 0.
     """
     variant = decoder.config.variant
-    bias = decoder.layers[0].bias.detach()
+    layer = decoder.layers[0]
+    assert isinstance(layer, Layer)
+    bias = layer.bias.detach()
     head_dim = decoder.config.width // decoder.config.num_heads
     length = min(length, documents.shape[1])
     generator = torch.Generator().manual_seed(0)
