@@ -140,7 +140,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     def or_mask(
         b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
     ) -> torch.Tensor:
-        kept = b.new_zeros((), dtype=torch.bool)
+        kept = torch.zeros_like(b, dtype=torch.bool)
         for mask_mod in mask_mods:
             kept = kept | mask_mod(b, h, q_idx, kv_idx)
         return kept

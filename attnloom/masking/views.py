@@ -106,4 +106,4 @@ def noop_mask(
     kv_idx: torch.Tensor,
 ) -> torch.Tensor:
     """A mask_mod that keeps every score."""
-    return b.new_ones((), dtype=torch.bool)
+    return torch.ones_like(b, dtype=torch.bool)
