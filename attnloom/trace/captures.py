@@ -8,8 +8,8 @@ is a trace kept that computed something on the host (`exp(p)[h]`, `t.item()`).
 
 A template is a traced program with the origin of each binding: a captured tensor by identity, a
 number by a second trace in which a NumberProxy stands for each captured number. Numbers whose value
-the trace looked at (`range(n)`, `w // 2`), and sizes it read, must be equal for a template to serve.
-Templates hold neither tensors nor mods.
+the trace looked at (`range(n)`, `w // 2`), and sizes that it read, must be equal for a template to
+serve. Templates hold neither tensors nor mods.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _BUILTINS = vars(builtins)
 _PURE_BUILTINS = frozenset(
     _BUILTINS[name]
     for name in (
-        "abs all any bool divmod enumerate float int isinstance len list map max min pow print range "
-        "repr reversed round slice sorted str sum tuple zip type filter Exception AssertionError "
-        "ValueError RuntimeError TypeError"
+        "abs all any bool divmod enumerate float int isinstance len list map max min pow print "
+        "range repr reversed round slice sorted str sum tuple zip type filter Exception "
+        "AssertionError ValueError RuntimeError TypeError"
     ).split()
 )
 _PLAIN_TYPES = frozenset({bool, str, type(None), torch.dtype, torch.device, type(...), complex})
 
 
-class _Unrecognised(Exception):
+class _UnrecognisedError(Exception):
     """The mod depends on something whose state cannot be compared."""
 
 
@@ -214,7 +214,7 @@ def _captures(mod: Any) -> _Captures | None:
     found = _Captures()
     try:
         _visit(mod, found, 0)
-    except _Unrecognised:
+    except _UnrecognisedError:
         return None
     tensors = found.tensors
     if len(tensors) > 1:  # which of them are one object
@@ -244,7 +244,7 @@ def _visit(value: Any, found: _Captures, depth: int) -> None:
     elif _is_stateless(value, kind):
         found.key.append(value)
     else:
-        raise _Unrecognised
+        raise _UnrecognisedError
 
 
 def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -269,14 +269,14 @@ def _is_stateless(value: Any, kind: type) -> bool:
 
 def _visit_function(function: FunctionType, found: _Captures, depth: int) -> None:
     if depth > _MAX_DEPTH or function.__dict__:
-        raise _Unrecognised
+        raise _UnrecognisedError
     code = function.__code__
     if code.co_filename.startswith(_TORCH_FOLDER):
         found.key.append(function)
         return
     facts = _codes.get(id(code)) or _remember(code)
     if not facts.pure_lookup:
-        raise _Unrecognised
+        raise _UnrecognisedError
     found.key.append(facts)
     for cell in function.__closure__ or ():
         _visit(_contents(cell), found, depth + 1)
@@ -297,15 +297,15 @@ def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        raise _Unrecognised from None
+        raise _UnrecognisedError from None
 
 
 def _globals_of(function: FunctionType, facts: CodeFacts) -> Iterator[Any]:
     space = function.__globals__
     for name in facts.global_names:
-        value = space.get(name, _BUILTINS.get(name, _Unrecognised))
-        if value is _Unrecognised:
-            raise _Unrecognised
+        value = space.get(name, _BUILTINS.get(name, _UnrecognisedError))
+        if value is _UnrecognisedError:
+            raise _UnrecognisedError
         yield value
 
 

@@ -66,8 +66,18 @@ def _literal_operands(code: CodeType) -> dict[int, tuple[Any, Any]]:
     no jump can arrive between them.
     """
     found: dict[int, tuple[Any, Any]] = {}
-    steps = [i for i in dis.get_instructions(code) if i.opname not in _FILLER]
-    targets = set(dis.findlabels(code.co_code))
+    steps: list[dis.Instruction] = []
+    targets: set[int] = set()
+    arrives = False
+    for step in dis.get_instructions(code):
+        arrives = (
+            arrives or step.is_jump_target
+        )  # a prefix is the target of a jump to its operation
+        if step.opname not in _FILLER:
+            steps.append(step)
+            if arrives:
+                targets.add(step.offset)
+            arrives = False
     for place, step in enumerate(steps):
         if step.opname not in _OPERATORS and not step.opname.startswith("BINARY_"):
             continue

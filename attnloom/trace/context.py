@@ -13,7 +13,7 @@ from attnloom.ir.builder import Builder
 from attnloom.ir.node import DType, TensorSpec
 from attnloom.trace import messages
 from attnloom.trace.code_facts import is_literal
-from attnloom.trace.symbols import Array, Dim, NumberProxy, Symbol
+from attnloom.trace.symbols import Array, Dim, NumberProxy, Symbol, plain_number
 
 MAX_PATHS = 64
 _CATEGORY = {DType.BOOL: 0, DType.F32: 2, DType.F64: 2}  # everything else is an integer: 1
@@ -75,7 +75,7 @@ class Trace:
             return value
         if hasattr(value, "dtype") and hasattr(value, "item"):
             return value.item()  # a numpy scalar
-        self.fail(
+        raise self.error(
             f"computes with a {type(value).__name__} ({value!r})",
             "a mod computes with tensors and numbers. Convert it outside and capture the result.",
         )
@@ -109,14 +109,16 @@ class Trace:
         try:
             DType.of(tensor.dtype)
         except KeyError:
-            self.fail(
+            raise self.error(
                 f"uses {shown}, whose dtype kernels cannot load",
                 "Convert it outside, for example with .float() or .int().",
-            )
+            ) from None
         if tensor.layout is not torch.strided or tensor.is_nested:
-            self.fail(f"uses {shown}, which is not a plain strided tensor", "Convert it outside.")
+            raise self.error(
+                f"uses {shown}, which is not a plain strided tensor", "Convert it outside."
+            )
         if tensor.device != self.device:
-            self.fail(
+            raise self.error(
                 f"uses {shown} on {tensor.device} while the inputs are on {self.device}",
                 f"kernels read captured tensors in place. Move it with .to('{self.device}').",
             )
@@ -124,11 +126,11 @@ class Trace:
     def number(self, value: NumberProxy | int | float, dtype: DType) -> int:
         """Node of a Python number: a run-time binding unless it is provably a literal."""
         source = value.position if type(value) is NumberProxy else None
-        plain = value.value if type(value) is NumberProxy else value
+        plain = plain_number(value)
         if isinstance(plain, bool):
             return self.builder.const(plain, dtype)
         if isinstance(plain, int) and not -_INT64_LIMIT <= plain < _INT64_LIMIT:
-            self.fail(f"computes with {plain}", "Integers in a mod must fit in 64 bits.")
+            raise self.error(f"computes with {plain}", "Integers in a mod must fit in 64 bits.")
         if source is None:
             frame = messages.user_frame()
             if frame is not None and is_literal(frame.f_code, frame.f_lasti, plain):
@@ -201,10 +203,10 @@ class Trace:
         return value
 
     def _too_many_paths(self) -> NoReturn:
-        self.fail(
+        raise self.error(
             f"branches on traced values in more than {MAX_PATHS} ways",
-            "every combination of `if`, `and`, `or`, `min` and `max` is traced as its own path. Use "
-            "torch.where, `&`, `|`, torch.minimum and torch.maximum, which do not branch.",
+            "every combination of `if`, `and`, `or`, `min` and `max` is traced as its own path. "
+            "Use torch.where, `&`, `|`, torch.minimum and torch.maximum, which do not branch.",
         )
 
     # Gradients
@@ -229,8 +231,8 @@ class Trace:
 
     # Failing
 
-    def fail(self, what: str, advice: str) -> NoReturn:
-        """Raise a TraceError that names the mod, the place, `what` and the `advice`."""
+    def error(self, what: str, advice: str) -> TraceError:
+        """A TraceError that names the mod, the place, `what` and the `advice`."""
         frame = messages.user_frame()
         inside = frame is not None and self._is_inside(frame)
         place, line = messages.mod_place(self.mod), ""
@@ -240,7 +242,7 @@ class Trace:
             line = messages.source_line(file, frame.f_lineno)
         where = f" ({place})" if place else ""
         text = f"{self.kind} '{messages.mod_name(self.mod)}'{where} {what}; {advice}"
-        raise TraceError(f"{text}\n    {line}" if line else text)
+        return TraceError(f"{text}\n    {line}" if line else text)
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         while frame is not None:
@@ -254,8 +256,12 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
+# Made at import: while torch.export traces a call it would record the question as an operator.
+_PROMOTED = {(a, b): DType.of(torch.promote_types(a.torch, b.torch)) for a in DType for b in DType}
+
+
 def _join(a: DType | None, b: DType) -> DType:
-    return b if a is None else DType.of(torch.promote_types(a.torch, b.torch))
+    return b if a is None else _PROMOTED[a, b]
 
 
 def _outrank(high: DType | None, low: DType | None) -> DType | None:

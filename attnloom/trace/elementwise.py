@@ -54,11 +54,13 @@ def cast_operands(trace: Trace, name: str, rule: Rule, operands: list[Operand]) 
     if rule.kind == "real" and not dtype.is_float:
         dtype = trace.default_float
     if rule.kind == "same" and dtype is DType.BOOL:
-        trace.fail(
+        raise trace.error(
             f"calls {name} on a bool", "torch has no such operation. Cast with .int() first."
         )
     if rule.kind == "bits" and dtype.is_float:
-        trace.fail(f"calls {name} on a float", "bits exist in integers and bools. Cast first.")
+        raise trace.error(
+            f"calls {name} on a float", "bits exist in integers and bools. Cast first."
+        )
     return [to_dtype(trace, o, dtype) for o in operands]
 
 
@@ -121,7 +123,7 @@ def broadcast(trace: Trace, arrays: list[Array]) -> tuple[Dim, ...]:
         longest = max(found, key=lambda d: d.length)
         if any(d.length not in (1, longest.length) for d in found):
             shapes = " and ".join(str(list(a.shape)) for a in arrays if a.dims)
-            trace.fail(f"combines vectors of shapes {shapes}", "their lengths must agree.")
+            raise trace.error(f"combines vectors of shapes {shapes}", "their lengths must agree.")
         joint.append(longest)
     if rank:
         trace.reads_sizes = True

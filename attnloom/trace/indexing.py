@@ -9,21 +9,21 @@ import torch
 
 from attnloom.ir.node import DType
 from attnloom.trace.context import Trace
-from attnloom.trace.symbols import Array, Dim, Index, NumberProxy, Symbol
+from attnloom.trace.symbols import Array, Dim, Index, NumberProxy, Symbol, plain_number
 
 _OUTSIDE = "Do this part of the indexing outside the mod and capture the result."
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """How one dimension of the source is read: at `node`, or along dimension `out` of the result."""
+    """How a dimension of the source is read: at `node`, or along dimension `out` of the result."""
 
     node: int | None = None
     out: int | None = None
 
 
 def getitem(trace: Trace, base: Any, key: Any) -> Array:
-    """`base[key]`, where base or key is traced; torch's basic indexing, no data-dependent shapes."""
+    """`base[key]`, where base or key is traced: torch's basic indexing."""
     items = list(key) if isinstance(key, tuple) else [key]
     base, items = _host_slices(trace, base, items)
     array = trace.operand(base)
@@ -38,7 +38,7 @@ def getitem(trace: Trace, base: Any, key: Any) -> Array:
         dim = array.dims[len(axes)]
         if isinstance(item, slice):
             if item != slice(None):
-                trace.fail(f"takes {_show(item)} of a traced row", _OUTSIDE)
+                raise trace.error(f"takes {_show(item)} of a traced row", _OUTSIDE)
             axes.append(_Axis(out=len(dims)))
             dims.append(dim)
         else:
@@ -69,40 +69,40 @@ def _expand_rank(trace: Trace, rank: int, items: list[Any]) -> list[Any]:
     """One item for each dimension, plus Nones for new ones."""
     given = sum(i is not None and i is not Ellipsis for i in items)
     if given > rank:
-        trace.fail(
+        raise trace.error(
             f"indexes a tensor of {rank} dimensions with {given} indices",
             "use one index for each dimension at most.",
         )
     fill = [slice(None)] * (rank - given)
     dots = [place for place, i in enumerate(items) if i is Ellipsis]
     if len(dots) > 1:
-        trace.fail("uses `...` twice in one index", "torch allows one.")
+        raise trace.error("uses `...` twice in one index", "torch allows one.")
     place = dots[0] if dots else len(items)
     return items[:place] + fill + items[place + len(dots) :]
 
 
 def _index_node(trace: Trace, item: Any, dim: Dim, place: int) -> int:
     """The node of one index; Python numbers are checked against the length now."""
+    if hasattr(item, "dtype") and not isinstance(item, torch.Tensor):
+        item = item.item()  # a numpy scalar
     if not isinstance(item, torch.Tensor | int) or isinstance(item, bool):
-        if hasattr(item, "dtype") and hasattr(item, "item"):
-            return _index_node(trace, item.item(), dim, place)
-        trace.fail(f"indexes dimension {place} with {_show(item)}", _OUTSIDE)
+        raise trace.error(f"indexes dimension {place} with {_show(item)}", _OUTSIDE)
     value = trace.operand(item)
     if not isinstance(value, Array):
         _check_number(trace, value, dim, place)
         return trace.number(value, DType.I64)
     if value.dims:
-        trace.fail(
+        raise trace.error(
             f"indexes dimension {place} with a tensor of shape {list(value.shape)}",
             f"an index must be a number or a scalar. {_OUTSIDE}",
         )
     if value.dtype.is_float:
-        trace.fail(
+        raise trace.error(
             f"indexes dimension {place} with a {_name(value.dtype)}",
-            "indices must be integers. Use .long(), after torch.floor or torch.round if that is meant.",
+            "indices must be integers. Use .long(), after torch.floor or torch.round if meant.",
         )
     if value.dtype in (DType.BOOL, DType.U8):
-        trace.fail(
+        raise trace.error(
             f"indexes dimension {place} with a {_name(value.dtype)}",
             "torch reads bool and uint8 indices as masks. Use .long() to index by value.",
         )
@@ -110,10 +110,10 @@ def _index_node(trace: Trace, item: Any, dim: Dim, place: int) -> int:
 
 
 def _check_number(trace: Trace, value: NumberProxy | int | float, dim: Dim, place: int) -> None:
-    plain = value.value if type(value) is NumberProxy else value
+    plain = plain_number(value)
     trace.reads_sizes = True
-    if not -dim.length <= plain < dim.length:  # type: ignore[operator]
-        trace.fail(
+    if not -dim.length <= plain < dim.length:
+        raise trace.error(
             f"indexes dimension {place} of length {dim.length} with {plain}",
             f"valid are {-dim.length} to {dim.length - 1}.",
         )
@@ -135,7 +135,9 @@ def gather(trace: Trace, base: Any, dim: int, index: Any) -> Array:
     """torch.gather on one row by one traced index."""
     row = trace.operand(base)
     if not isinstance(row, Array) or len(row.dims) != 1 or dim not in (0, -1):
-        trace.fail("calls torch.gather on more than a row", "Index it: t[i, j] reads one element.")
+        raise trace.error(
+            "calls torch.gather on more than a row", "Index it: t[i, j] reads one element."
+        )
     return getitem(trace, base, index)
 
 
@@ -153,7 +155,9 @@ def embedding(trace: Trace, index: Any, weight: Any, *args: Any, **kwargs: Any) 
     extra = dict(zip(defaults, args, strict=False)) | kwargs
     for name, default in defaults.items():
         if name != "norm_type" and extra.get(name, default) is not default:
-            trace.fail(f"calls embedding with {name}", "Apply it to the table outside the mod.")
+            raise trace.error(
+                f"calls embedding with {name}", "Apply it to the table outside the mod."
+            )
     return getitem(trace, weight, index)
 
 
@@ -162,7 +166,7 @@ def unbind(trace: Trace, base: Any, dim: int = 0) -> list[Array]:
     array = trace.operand(base)
     assert isinstance(array, Array)
     if not array.dims:
-        trace.fail("loops over a traced scalar", "only rows such as table[h] have elements.")
+        raise trace.error("loops over a traced scalar", "only rows such as table[h] have elements.")
     trace.reads_sizes = True
     dim %= len(array.dims)
     return [getitem(trace, base, (*[slice(None)] * dim, i)) for i in range(array.dims[dim].length)]

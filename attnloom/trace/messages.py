@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import sys
 from collections.abc import Callable
@@ -32,10 +33,10 @@ ADVICE: dict[str, str] = {
         }.items()
         for name in names.split()
     },
-    **{
-        name: "the softmax over keys is attention's own; a mod only changes one score."
-        for name in ("softmax", "log_softmax", "logsumexp")
-    },
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "logsumexp"),
+        "the softmax over keys is attention's own; a mod only changes one score.",
+    ),
     **{
         name: _HOST.format("Keep it as it is and use torch functions on it.")
         for name in ("item", "tolist", "numpy", "__array__", "__complex__", "data_ptr", "cpu")
@@ -129,9 +130,8 @@ def mod_place(mod: Any) -> str:
     """`file.py:line` of a mod's definition, or '' where it has no Python code."""
     while isinstance(mod, functools.partial):
         mod = mod.func
-    code = getattr(mod, "__code__", None) or getattr(
-        getattr(type(mod), "__call__", None), "__code__", None
-    )
+    call = inspect.getattr_static(type(mod), "__call__", None)
+    code = getattr(mod, "__code__", None) or getattr(call, "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
 
 

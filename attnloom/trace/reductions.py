@@ -22,7 +22,7 @@ _AXIS_NAMES = {axis: f"r{i}" for i, axis in enumerate(REDUCTION_AXES)}
 def _vector(trace: Trace, value: Any) -> Array:
     array = trace.operand(value)
     if not isinstance(array, Array):
-        trace.fail(f"reduces {value!r}", "only rows of captured tensors can be reduced.")
+        raise trace.error(f"reduces {value!r}", "only rows of captured tensors can be reduced.")
     return array
 
 
@@ -53,7 +53,7 @@ def _reduce_node(trace: Trace, kind: str, dim: Dim, element: Callable[[int], int
         # A loop inside a loop needs an index of its own, even over the same row.
         if not _reduces_over(trace, body, axis):
             return builder.reduce(kind, axis, body)
-    trace.fail(
+    raise trace.error(
         f"reduces over more than {len(REDUCTION_AXES)} different rows",
         "kernels have four inner loops. Reduce what does not depend on traced values outside.",
     )
@@ -82,13 +82,13 @@ def _reduce(trace: Trace, kind: str, array: Array, dim: Any, keepdim: bool) -> A
     trace.reads_sizes = trace.reads_sizes or bool(rank)
     count = math.prod(array.dims[d].length for d in chosen)
     if count > MAX_ELEMENTS:
-        trace.fail(
+        raise trace.error(
             f"reduces {count} elements (shape {list(array.shape)})",
             f"a reduction runs once a score and may have {MAX_ELEMENTS} elements at most. Reduce "
             "outside, or fold the sum into the query and key as extra head dimensions.",
         )
     if count == 0 and kind in ("min", "max"):
-        trace.fail(f"takes the {kind} of an empty row", "it has none.")
+        raise trace.error(f"takes the {kind} of an empty row", "it has none.")
     for place in reversed(chosen):
         array = _reduce_one(trace, kind, array, place)
         if keepdim:
@@ -124,7 +124,7 @@ def reduce_mean(
 ) -> Array:
     array = _vector(trace, x)
     if not array.dtype.is_float and dtype is None:
-        trace.fail("takes the mean of integers", "cast with .float() first, as torch asks.")
+        raise trace.error("takes the mean of integers", "cast with .float() first, as torch asks.")
     total = _reduce(trace, "sum", _cast_to(trace, array, dtype), dim, keepdim)
     kept = math.prod(total.shape) or 1
     count = Array.scalar(total.dtype, trace.number(math.prod(array.shape) // kept, total.dtype))
@@ -135,7 +135,7 @@ def _extreme(kind: str) -> Callable[..., Array]:
     def reduce_extreme(trace: Trace, x: Any, dim: Any = None, keepdim: bool = False) -> Array:
         array = _vector(trace, x)
         if array.dtype is DType.BOOL:
-            trace.fail(f"takes the {kind} of bools", "use any() or all().")
+            raise trace.error(f"takes the {kind} of bools", "use any() or all().")
         return _reduce(trace, kind, array, dim, keepdim)
 
     return reduce_extreme
@@ -152,7 +152,7 @@ def max_or_reduce(kind: str) -> Callable[..., Array]:
         if isinstance(other, torch.Tensor) and not kwargs and len(others) <= 1:
             return elementwise.apply(trace, f"torch.{kind}", Rule(op(kind), "any"), x, other)
         if others or kwargs:
-            trace.fail(
+            raise trace.error(
                 f"calls torch.{kind} with a dimension, which also returns indices",
                 f"use torch.a{kind}(x, dim).",
             )
@@ -175,17 +175,19 @@ def matmul(trace: Trace, x: Any, y: Any) -> Array:
     """`x @ y` of vectors and matrices: the products summed over the shared dimension."""
     a, b = _vector(trace, x), _vector(trace, y)
     if not (1 <= len(a.dims) <= 2 and 1 <= len(b.dims) <= 2):
-        trace.fail(
+        raise trace.error(
             f"multiplies shapes {list(a.shape)} and {list(b.shape)} as matrices",
             "use `*` for scalars; `@` takes vectors and matrices.",
         )
     if a.dims[-1].length != b.dims[0].length:
-        trace.fail(
+        raise trace.error(
             f"multiplies shapes {list(a.shape)} and {list(b.shape)} as matrices",
             "the shared dimension must agree.",
         )
     if a.dtype is not b.dtype:
-        trace.fail(f"multiplies {a.dtype.torch} by {b.dtype.torch} with `@`", "Cast one of them.")
+        raise trace.error(
+            f"multiplies {a.dtype.torch} by {b.dtype.torch} with `@`", "Cast one of them."
+        )
     if len(b.dims) == 2:
         b = permuted(b, [1, 0])
         if len(a.dims) == 2:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnloom.trace.context import Trace
 
 Index = tuple[int, ...]
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Symbol(torch.Tensor):
     @staticmethod
     def of(trace: Trace, array: Array) -> Symbol:
         symbol = torch.Tensor._make_wrapper_subclass(
-            Symbol, array.shape, dtype=array.dtype.torch, device="cpu"
+            Symbol, array.shape, dtype=array.dtype.torch, device=_CPU
         )
         symbol.array = array
         symbol.trace = trace
@@ -111,23 +112,14 @@ class Symbol(torch.Tensor):
     def __format__(self, _: str) -> str:
         return repr(self)
 
-    def __round__(self, ndigits: int | None = None) -> torch.Tensor:
-        return torch.round(self) if ndigits is None else torch.round(self, decimals=ndigits)
-
-    def __divmod__(self, other: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self // other, self % other
-
-    def __rdivmod__(self, other: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return other // self, other % self
-
     __hash__ = torch.Tensor.__hash__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TraceError(
-            f"a traced value was given to {getattr(func, '__name__', func)} outside the call of its "
-            "mod; a mod must not store its arguments or what it computes from them. Return it, or "
-            "compute it again."
+            f"a traced value was given to {getattr(func, '__name__', func)} outside the call of "
+            "its mod; a mod must not store its arguments or what it computes from them. Return "
+            "it, or compute it again."
         )
 
     @classmethod
@@ -172,6 +164,11 @@ class NumberProxy:
 
     def __hash__(self) -> int:
         return hash(self.observe())
+
+
+def plain_number(value: NumberProxy | int | float) -> int | float:
+    """The number, without noting that it was looked at."""
+    return value.value if type(value) is NumberProxy else value  # type: ignore[return-value]
 
 
 def _looking(function: Callable[..., Any], reflected: bool) -> Callable[..., Any]:

@@ -1,26 +1,20 @@
 """Every torch function that a mod may call, in one table: function name -> lowering.
 
-The name is that of the function or method, so `torch.exp(x)`, `x.exp()` and `torch.special.exp2(x)`
-share an entry with their aliases. Properties carry the prefix `get:`. A lowering takes the trace
-and the call's arguments and returns an Array, or a plain Python value for questions about dtype and
-shape. What is not here is a TraceError; `messages.py` says what to write instead.
+The name is that of the function or method, so that `torch.exp(x)` and `x.exp()` share an entry;
+properties carry the prefix `get:`. What is not here is a TraceError; `messages.py` says what to
+write instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from attnloom.ir.node import DType
 from attnloom.trace import elementwise as ew
-from attnloom.trace import indexing, reductions
-from attnloom.trace.context import Trace
-from attnloom.trace.elementwise import Rule, apply, op, to_bool, to_dtype
-from attnloom.trace.symbols import Array, NumberProxy
-
-Lowering = Callable[..., Any]
+from attnloom.trace import indexing, lowerings, reductions
+from attnloom.trace.elementwise import Rule, apply, op
+from attnloom.trace.lowerings import Lowering
 
 
 def _unary(name: str, rule: Rule) -> Lowering:
@@ -96,6 +90,7 @@ _REFLECTED: dict[tuple[str, str], str] = {
 # Functions that are a composition of IR operations.
 _COMPOSED: dict[str, Rule] = {
     "square": Rule(ew.square),
+    "relu": Rule(ew.relu),
     "silu": Rule(ew.silu, "real"),
     "mish": Rule(ew.mish, "real"),
     "logsigmoid": Rule(ew.log_sigmoid, "real"),
@@ -122,293 +117,6 @@ _COMPOSED_BINARY: dict[str, Rule] = {
 }
 
 
-def _add(name: str, ir: str, swap: bool = False) -> Lowering:
-    def lower(trace: Trace, x: Any, other: Any, *, alpha: Any = None) -> Array:
-        if alpha is not None:
-            other = apply(trace, name, Rule(op("mul"), "any"), other, alpha)
-        first, second = (other, x) if swap else (x, other)
-        kind = "any" if ir == "add" else "same"
-        return apply(trace, name, Rule(op(ir), kind), first, second)
-
-    return lower
-
-
-def _div(trace: Trace, x: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
-    rule = {
-        None: Rule(op("div"), "real"),
-        "floor": Rule(op("floordiv")),
-        "trunc": Rule(op("truncdiv")),
-    }[rounding_mode]
-    return apply(trace, "torch.div", rule, x, other)
-
-
-def _pow(trace: Trace, x: Any, exponent: Any) -> Array:
-    """A Python exponent is part of the structure, so that small ones become multiplications."""
-    if isinstance(exponent, torch.Tensor) or type(exponent) is Array:
-        return apply(trace, "**", Rule(op("pow")), x, exponent)
-    value = exponent.observe() if type(exponent) is NumberProxy else exponent
-    operand = trace.operand(x)
-    dtype = trace.promote(operand, value)
-    if not dtype.is_float and value < 0:
-        trace.fail(
-            f"raises an integer to the power {value}", "torch has no such result. Use floats."
-        )
-    base = to_dtype(trace, operand, DType.I64 if dtype is DType.BOOL else dtype)
-
-    def emit(b: Any, node: int) -> int:
-        return _power(b, node, value)
-
-    return ew.map_arrays(trace, emit, [base])
-
-
-def _power(b: Any, x: int, exponent: int | float) -> int:
-    if not b.dtype(x).is_float and exponent == 0:
-        return b.const(1, b.dtype(x))
-    simple: dict[float, Callable[[], int]] = {
-        1: lambda: x,
-        2: lambda: ew.square(b, x),
-        3: lambda: b.node("mul", ew.square(b, x), x),
-        0.5: lambda: b.node("sqrt", x),
-        -0.5: lambda: b.node("rsqrt", x),
-        -1: lambda: b.node("reciprocal", x),
-        -2: lambda: b.node("reciprocal", ew.square(b, x)),
-    }
-    made = simple.get(exponent)
-    return made() if made else b.node("pow", x, b.const(exponent, b.dtype(x)))
-
-
-def _rpow(trace: Trace, exponent: Any, base: Any) -> Array:
-    return apply(trace, "**", Rule(op("pow")), base, exponent)
-
-
-def _shift(name: str, swap: bool = False) -> Lowering:
-    def lower(trace: Trace, x: Any, other: Any) -> Array:
-        value, count = (other, x) if swap else (x, other)
-        if not isinstance(count, torch.Tensor):
-            plain = count.observe() if type(count) is NumberProxy else int(count)
-            dtype = trace.promote(trace.operand(value), 1)
-            fixed = Array.scalar(dtype, trace.builder.const(plain, dtype))
-            return apply(trace, "a shift", Rule(op(name), "bits"), value, fixed)
-        return apply(trace, "a shift", Rule(op(name), "bits"), value, count)
-
-    return lower
-
-
-def _where(trace: Trace, condition: Any, x: Any, y: Any) -> Array:
-    arms = ew.cast_operands(
-        trace, "torch.where", Rule(ew.select, "any"), [trace.operand(x), trace.operand(y)]
-    )
-    return ew.map_arrays(trace, ew.select, [to_bool(trace, trace.operand(condition)), *arms])
-
-
-def _where_method(trace: Trace, x: Any, condition: Any, y: Any) -> Array:
-    return _where(trace, condition, x, y)
-
-
-def _masked_fill(trace: Trace, x: Any, mask: Any, value: Any) -> Array:
-    base = trace.operand(x)
-    filled = to_dtype(trace, trace.operand(value), trace.dtype_of(base))
-    return _where(trace, mask, filled, base)
-
-
-def _clamp(trace: Trace, x: Any, min: Any = None, max: Any = None) -> Array:  # noqa: A002
-    if min is None and max is None:
-        trace.fail("calls clamp without bounds", "give min or max.")
-    if max is None:
-        return apply(trace, "clamp", Rule(ew.clamp_min), x, min)
-    if min is None:
-        return apply(trace, "clamp", Rule(ew.clamp_max), x, max)
-    return apply(trace, "clamp", Rule(ew.clamp), x, min, max)
-
-
-def _hardtanh(trace: Trace, x: Any, min_val: Any = -1.0, max_val: Any = 1.0, **_: Any) -> Array:
-    return _clamp(trace, x, min_val, max_val)
-
-
-def _relu(trace: Trace, x: Any, inplace: bool = False) -> Array:
-    if inplace:
-        trace.fail("calls relu in place", "a traced value cannot be changed. Use relu(x).")
-    return apply(trace, "relu", Rule(ew.relu), x)
-
-
-def _silu(trace: Trace, x: Any, inplace: bool = False) -> Array:
-    if inplace:
-        trace.fail("calls silu in place", "a traced value cannot be changed. Use silu(x).")
-    return apply(trace, "silu", Rule(ew.silu, "real"), x)
-
-
-def _gelu(trace: Trace, x: Any, approximate: str = "none") -> Array:
-    emit = ew.gelu_tanh if approximate == "tanh" else ew.gelu
-    return apply(trace, "gelu", Rule(emit, "real"), x)
-
-
-def _softplus(trace: Trace, x: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Array:
-    return _with_numbers(trace, ew.softplus, x, beta, threshold)
-
-
-def _elu(trace: Trace, x: Any, alpha: Any = 1.0, inplace: bool = False) -> Array:
-    return _with_numbers(trace, ew.elu, x, alpha)
-
-
-def _leaky_relu(trace: Trace, x: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Array:
-    return _with_numbers(trace, ew.leaky_relu, x, negative_slope)
-
-
-def _with_numbers(trace: Trace, emit: ew.Emit, x: Any, *numbers: Any) -> Array:
-    """A function of one tensor and numbers that never change its type."""
-    base = ew.cast_operands(trace, "it", Rule(emit, "real"), [trace.operand(x)])[0]
-    fixed = [to_dtype(trace, n, base.dtype) for n in numbers]
-    return ew.map_arrays(trace, emit, [base, *fixed])
-
-
-def _lerp(trace: Trace, start: Any, end: Any, weight: Any) -> Array:
-    return apply(trace, "lerp", Rule(ew.lerp, "real"), start, end, weight)
-
-
-def _addcmul(trace: Trace, x: Any, y: Any, z: Any, *, value: Any = 1) -> Array:
-    return apply(trace, "addcmul", Rule(ew.addcmul), x, y, z, value)
-
-
-def _addcdiv(trace: Trace, x: Any, y: Any, z: Any, *, value: Any = 1) -> Array:
-    return apply(trace, "addcdiv", Rule(ew.addcdiv, "real"), x, y, z, value)
-
-
-def _round(trace: Trace, x: Any, *, decimals: int = 0) -> Array:
-    if decimals:
-        trace.fail("rounds to decimals", "scale, round and scale back instead.")
-    return apply(trace, "round", Rule(ew.rounding("round")), x)
-
-
-def _nan_to_num(
-    trace: Trace, x: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None
-) -> Array:
-    array = trace.operand(x)
-    assert isinstance(array, Array)
-    if not array.dtype.is_float:
-        return array
-    limits = torch.finfo(array.dtype.torch)
-    high = limits.max if posinf is None else posinf
-    low = limits.min if neginf is None else neginf
-
-    def emit(b: Any, v: int, if_nan: int, if_high: int, if_low: int) -> int:
-        zero = ew.constant(b, v, 0)
-        infinite = ew.select(b, b.node("gt", v, zero), if_high, if_low)
-        finite = ew.select(b, b.node("isinf", v), infinite, v)
-        return ew.select(b, b.node("isnan", v), if_nan, finite)
-
-    return _with_numbers(trace, emit, array, nan, high, low)
-
-
-# Types and copies
-
-
-def _convert(trace: Trace, x: Any, dtype: torch.dtype) -> Array:
-    try:
-        target = DType.of(dtype)
-    except KeyError:
-        trace.fail(
-            f"converts to {dtype}", "kernels compute in bool, int8 to int64, float32, float64."
-        )
-    value = trace.operand(x)
-    return to_bool(trace, value) if target is DType.BOOL else to_dtype(trace, value, target)
-
-
-def _to_fixed(dtype: torch.dtype) -> Lowering:
-    return lambda trace, x, **_: _convert(trace, x, dtype)
-
-
-def _to(trace: Trace, x: Any, *args: Any, **kwargs: Any) -> Array:
-    """Tensor.to and Tensor.type. Half types mean float32, in which kernels compute."""
-    wanted = [*args, *(v for k, v in kwargs.items() if k in ("dtype", "device", "other"))]
-    result = trace.operand(x)
-    assert isinstance(result, Array)
-    for value in wanted:
-        if isinstance(value, torch.Tensor):
-            return _convert(trace, result, value.dtype)
-        if isinstance(value, torch.dtype):
-            result = _convert(trace, result, value)
-        elif isinstance(value, str | torch.device):
-            device = torch.device(value)
-            if device.type != trace.device.type:
-                trace.fail(f"moves a traced value to {device}", f"it lives on {trace.device}.")
-    return result
-
-
-def _same(trace: Trace, x: Any, **_: Any) -> Array:
-    value = trace.operand(x)
-    assert isinstance(value, Array)
-    return value
-
-
-def _detach(trace: Trace, x: Any) -> Array:
-    array = _same(trace, x)
-    zero = (trace.builder.const(0, DType.I64),) * len(array.dims)
-    if trace.kind == "score_mod" and trace.carries_gradient(array.at(zero)):
-        trace.fail(
-            "detaches a value that carries a gradient",
-            "kernels differentiate the whole mod. Detach the captured tensor outside instead.",
-        )
-    return array
-
-
-def _filled(value: float | None) -> Lowering:
-    def lower(
-        trace: Trace, x: Any, *args: Any, dtype: torch.dtype | None = None, **_: Any
-    ) -> Array:
-        target = DType.of(dtype) if dtype is not None else trace.operand(x).dtype  # type: ignore
-        fill = args[0] if value is None else value
-        if value is not None:
-            return Array.scalar(target, trace.builder.const(value, target))
-        return to_dtype(trace, trace.operand(fill), target)
-
-    return lower
-
-
-def _scalar_shape(trace: Trace, x: Any, *shape: Any, **_: Any) -> Array:
-    """reshape, view, expand: scalars stay what they are."""
-    array = _same(trace, x)
-    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    if array.dims or len(sizes):
-        trace.fail("reshapes a traced value", "shape captured tensors outside the mod.")
-    return array
-
-
-def _permute(trace: Trace, x: Any, *order: Any) -> Array:
-    array = _same(trace, x)
-    flat = order[0] if len(order) == 1 and isinstance(order[0], tuple | list) else order
-    return indexing.permuted(array, [int(i) % len(array.dims) for i in flat])
-
-
-# Questions
-
-
-def _size(trace: Trace, x: Any, dim: int | None = None) -> Any:
-    shape = _same(trace, x).shape
-    trace.reads_sizes = trace.reads_sizes or bool(shape)
-    return torch.Size(shape) if dim is None else shape[dim]
-
-
-def _numel(trace: Trace, x: Any) -> int:
-    shape = _size(trace, x)
-    return shape.numel()
-
-
-def _len(trace: Trace, x: Any) -> int:
-    shape = _size(trace, x)
-    if not shape:
-        trace.fail("takes len() of a traced scalar", "only rows such as table[h] have a length.")
-    return shape[0]
-
-
-def _bool(trace: Trace, x: Any) -> bool:
-    array = _same(trace, x)
-    if array.dims:
-        trace.fail(
-            f"asks for the truth of a vector {list(array.shape)}", "use .any() or .all() on it."
-        )
-    return trace.decide(to_bool(trace, array).at())
-
-
 def _build_table() -> dict[str, Lowering]:
     table: dict[str, Lowering] = {}
     for source, make in ((_UNARY, _unary), (_BINARY, _binary), (_REFLECTED, _reflected)):
@@ -422,52 +130,50 @@ def _build_table() -> dict[str, Lowering]:
 
 
 _DIRECT: dict[str, Lowering] = {
-    "add __add__ __radd__": _add("+", "add"),
-    "sub subtract __sub__": _add("-", "sub"),
-    "rsub __rsub__": _add("-", "sub", swap=True),
-    "div divide true_divide __truediv__ __div__": _div,
-    "pow __pow__": _pow,
-    "__rpow__": _rpow,
-    "__lshift__ bitwise_left_shift": _shift("shl"),
-    "__rshift__ bitwise_right_shift": _shift("shr"),
-    "__rlshift__": _shift("shl", swap=True),
-    "__rrshift__": _shift("shr", swap=True),
-    "where": _where,
-    "where_method": _where_method,
-    "masked_fill": _masked_fill,
-    "clamp clip": _clamp,
-    "clamp_min": lambda trace, x, min: _clamp(trace, x, min=min),  # noqa: A006
-    "clamp_max": lambda trace, x, max: _clamp(trace, x, max=max),  # noqa: A006
-    "hardtanh": _hardtanh,
-    "relu": _relu,
-    "silu": _silu,
-    "relu6": lambda trace, x, inplace=False: _clamp(trace, x, 0.0, 6.0),
-    "gelu": _gelu,
-    "softplus": _softplus,
-    "elu": _elu,
-    "leaky_relu": _leaky_relu,
-    "lerp": _lerp,
-    "addcmul": _addcmul,
-    "addcdiv": _addcdiv,
-    "round": _round,
-    "nan_to_num": _nan_to_num,
-    "float": _to_fixed(torch.float32),
-    "double": _to_fixed(torch.float64),
-    "half bfloat16": _to_fixed(torch.float32),
-    "int": _to_fixed(torch.int32),
-    "long": _to_fixed(torch.int64),
-    "short": _to_fixed(torch.int16),
-    "char": _to_fixed(torch.int8),
-    "byte": _to_fixed(torch.uint8),
-    "bool": _to_fixed(torch.bool),
-    "to type type_as": _to,
-    "clone contiguous positive __pos__ alias conj resolve_conj resolve_neg": _same,
-    "get:real": _same,
-    "detach get:data": _detach,
-    "zeros_like": _filled(0),
-    "ones_like": _filled(1),
-    "full_like": _filled(None),
-    "reshape view expand": _scalar_shape,
+    "add __add__ __radd__": lowerings.add("+", "add"),
+    "sub subtract __sub__": lowerings.add("-", "sub"),
+    "rsub __rsub__": lowerings.add("-", "sub", swap=True),
+    "div divide true_divide __truediv__ __div__": lowerings.divide,
+    "pow __pow__": lowerings.power,
+    "__rpow__": lowerings.reflected_power,
+    "__lshift__ bitwise_left_shift": lowerings.shift("shl"),
+    "__rshift__ bitwise_right_shift": lowerings.shift("shr"),
+    "__rlshift__": lowerings.shift("shl", swap=True),
+    "__rrshift__": lowerings.shift("shr", swap=True),
+    "where": lowerings.where,
+    "where_method": lowerings.where_method,
+    "masked_fill": lowerings.masked_fill,
+    "clamp clip": lowerings.clamp,
+    "clamp_min": lambda trace, x, min: lowerings.clamp(trace, x, min=min),  # noqa: A006
+    "clamp_max": lambda trace, x, max: lowerings.clamp(trace, x, max=max),  # noqa: A006
+    "hardtanh": lowerings.hardtanh,
+    "relu6": lambda trace, x: lowerings.clamp(trace, x, 0.0, 6.0),
+    "gelu": lowerings.gelu,
+    "softplus": lowerings.softplus,
+    "elu": lowerings.elu,
+    "leaky_relu": lowerings.leaky_relu,
+    "lerp": lowerings.lerp,
+    "addcmul": lowerings.addcmul,
+    "addcdiv": lowerings.addcdiv,
+    "round": lowerings.round_,
+    "nan_to_num": lowerings.nan_to_num,
+    "float": lowerings.fixed_dtype(torch.float32),
+    "double": lowerings.fixed_dtype(torch.float64),
+    "half bfloat16": lowerings.fixed_dtype(torch.float32),
+    "int": lowerings.fixed_dtype(torch.int32),
+    "long": lowerings.fixed_dtype(torch.int64),
+    "short": lowerings.fixed_dtype(torch.int16),
+    "char": lowerings.fixed_dtype(torch.int8),
+    "byte": lowerings.fixed_dtype(torch.uint8),
+    "bool": lowerings.fixed_dtype(torch.bool),
+    "to type type_as": lowerings.convert_to,
+    "clone contiguous positive __pos__ alias conj resolve_conj resolve_neg": lowerings.same,
+    "get:real": lowerings.same,
+    "detach get:data": lowerings.detach,
+    "zeros_like": lowerings.filled(0),
+    "ones_like": lowerings.filled(1),
+    "full_like": lowerings.filled(None),
+    "reshape view expand": lowerings.keep_scalar,
     "__getitem__": indexing.getitem,
     "select": indexing.select,
     "index_select": indexing.index_select,
@@ -476,7 +182,7 @@ _DIRECT: dict[str, Lowering] = {
     "embedding": indexing.embedding,
     "unbind __iter__": indexing.unbind,
     "transpose swapaxes swapdims": indexing.transpose,
-    "permute": _permute,
+    "permute": lowerings.permute,
     "t get:T get:mT get:H get:mH": indexing.reversed_dims,
     "unsqueeze": indexing.unsqueeze,
     "squeeze": indexing.squeeze,
@@ -491,12 +197,12 @@ _DIRECT: dict[str, Lowering] = {
     "all": reductions.reduce_all,
     "matmul __matmul__ mm mv dot vdot inner": reductions.matmul,
     "__rmatmul__": lambda trace, x, other: reductions.matmul(trace, other, x),
-    "__bool__ is_nonzero": _bool,
-    "size": _size,
-    "numel nelement": _numel,
-    "__len__": _len,
-    "dim ndimension": lambda trace, x: len(_same(trace, x).dims),
-    "is_floating_point": lambda trace, x: _same(trace, x).dtype.is_float,
+    "__bool__ is_nonzero": lowerings.truth,
+    "size": lowerings.size,
+    "numel nelement": lowerings.numel,
+    "__len__": lowerings.length,
+    "dim ndimension": lambda trace, x: len(lowerings.same(trace, x).dims),
+    "is_floating_point": lambda trace, x: lowerings.same(trace, x).dtype.is_float,
     "is_complex is_conj is_neg": lambda trace, x: False,
     "get:is_cuda": lambda trace, x: trace.device.type == "cuda",
     "get:is_cpu": lambda trace, x: trace.device.type == "cpu",

@@ -33,8 +33,8 @@ _POSITIONS = ("b", "h", "q", "kv")
 # Questions about a captured tensor whose answers the fast path compares by itself, and sizes,
 # which it compares when a trace has read them.
 _TYPE_QUESTIONS = frozenset(
-    "get:dtype get:device get:ndim get:requires_grad get:layout get:is_cuda get:is_cpu dim ndimension "
-    "is_floating_point is_complex get:is_sparse get:is_nested".split()
+    "get:dtype get:device get:ndim get:requires_grad get:layout get:is_cuda get:is_cpu dim "
+    "ndimension is_floating_point is_complex get:is_sparse get:is_nested".split()
 )
 _SIZE_QUESTIONS = frozenset("get:shape size numel nelement __len__".split())
 
@@ -97,11 +97,11 @@ def _check_signature(trace: Trace) -> None:
     try:
         signature.bind(*names)
     except TypeError as error:
-        trace.fail(
+        raise trace.error(
             f"has the signature {signature}",
             f"it is called as {expected} ({error}). Change its parameters, or bind the others with "
             "functools.partial.",
-        )
+        ) from None
 
 
 def _explore(trace: Trace, decisions: tuple[bool, ...]) -> int:
@@ -130,7 +130,9 @@ def _run(trace: Trace, decisions: tuple[bool, ...]) -> int:
             result = trace.mod(*symbols)
     except AssertionError:
         if trace.taken:
-            trace.fail("asserts a traced condition", "kernels cannot raise. Check it outside.")
+            raise trace.error(
+                "asserts a traced condition", "kernels cannot raise. Check it outside."
+            ) from None
         raise
     try:
         return _output(trace, result)
@@ -141,20 +143,22 @@ def _run(trace: Trace, decisions: tuple[bool, ...]) -> int:
 def _output(trace: Trace, result: Any) -> int:
     """The returned value as a node: of the score's type, or BOOL."""
     if result is None:
-        trace.fail("returns None", "did you forget `return`?")
+        raise trace.error("returns None", "did you forget `return`?")
     number = type(result) is NumberProxy or isinstance(result, bool | int | float)
     if not number and not isinstance(result, torch.Tensor):
-        trace.fail(f"returns a {type(result).__name__}", f"it must return {_expected(trace.kind)}.")
+        raise trace.error(
+            f"returns a {type(result).__name__}", f"it must return {_expected(trace.kind)}."
+        )
     value = trace.operand(result)
     if isinstance(value, Array) and value.dims:
-        trace.fail(
+        raise trace.error(
             f"returns a tensor of shape {list(value.shape)}",
             f"{messages.ONE_AT_A_TIME} and returns {_expected(trace.kind)}. Index it down to a "
             "scalar, or reduce it.",
         )
     if trace.kind == "score_mod":
         if trace.dtype_of(value) is DType.BOOL:
-            trace.fail(
+            raise trace.error(
                 "returns a bool",
                 "pass it as a mask_mod to create_block_mask, or return "
                 'torch.where(condition, score, float("-inf")).',
@@ -163,7 +167,7 @@ def _output(trace: Trace, result: Any) -> int:
     if isinstance(value, Array) and value.dtype is not DType.BOOL:
         truth = trace.known.get(to_bool(trace, value).at())
         if truth is None:
-            trace.fail(
+            raise trace.error(
                 f"returns {str(value.dtype.torch).removeprefix('torch.')}",
                 "a mask_mod must return a bool. Compare explicitly, for example `!= 0`.",
             )
@@ -228,25 +232,31 @@ def _lower(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """A torch function of traced values."""
     name = function_name(func)
     lowering = LOWERINGS.get(name)
-    if kwargs.get("out") is not None:
-        trace.fail(f"calls {messages.display(func)} with out=", messages.advice("out_"))
+    for option in ("out", "inplace"):
+        if kwargs.get(option):
+            raise trace.error(
+                f"calls {messages.display(func)} with {option}=",
+                "a traced value cannot be changed in place. Use the result.",
+            )
     if lowering is None:
-        trace.fail(f"calls {messages.display(func)} on a traced value", messages.advice(name))
+        raise trace.error(
+            f"calls {messages.display(func)} on a traced value", messages.advice(name)
+        )
     if torch.is_grad_enabled() is not trace.grad_mode:
-        trace.fail(
+        raise trace.error(
             f"calls {messages.display(func)} under another grad mode than its caller's",
             "kernels differentiate the whole mod. Detach captured tensors outside instead.",
         )
-    kwargs.pop("out", None)
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("out", "inplace")}
     try:
         result = lowering(trace, *args, **kwargs)
     except TypeError as error:
         if isinstance(error, TraceError) or error.__traceback__.tb_next is not None:  # type: ignore
             raise
-        trace.fail(
-            f"calls {messages.display(func)} with arguments that attnloom does not know",
-            f"({error}). Use its basic form.",
-        )
+        raise trace.error(
+            f"calls {messages.display(func)} with arguments that have no fused form",
+            f"{str(error).split('()')[-1].strip()}. Use its basic form.",
+        ) from None
     return _wrap(trace, result)
 
 
@@ -260,9 +270,9 @@ def _run_on_host(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[st
     """A torch function of captured tensors and numbers runs here and now."""
     name = function_name(func)
     if name in messages.RANDOM and "empty" not in name:
-        trace.fail(f"calls {messages.display(func)}", messages.advice(name))
+        raise trace.error(f"calls {messages.display(func)}", messages.advice(name))
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        trace.fail(
+        raise trace.error(
             f"changes a captured tensor by {messages.display(func)}",
             "a mod must not have side effects. Change it outside.",
         )
