@@ -24,7 +24,8 @@ def interpret(
             reductions (r0 .. r3) are made here.
         float64: compute F32 nodes in float64, with constants and captured values unrounded.
     Returns:
-        One tensor an output, of the broadcast shape of the inputs that it depends on.
+        One tensor an output, of the broadcast shape of the inputs that it depends on; an output
+        that varies along R axes has one trailing dimension for each of Program.reductions.
     Raises:
         KeyError: the program reads an input that `inputs` lacks.
     """
@@ -34,8 +35,7 @@ def interpret(
         leaf = _LEAVES.get(node.op)
         args = [values[a] for a in node.args]
         values.append(leaf(run, node, args) if leaf else OPS[node.op].evaluate(*args))
-    inner = len(bound.program.reductions)
-    return tuple(run.outside(values[i], inner) for i in bound.program.outputs)
+    return tuple(run.outside(values[i], i) for i in bound.program.outputs)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ class _Run:
         """Reduction axes are the trailing dimensions, R0 first."""
         return REDUCTION_AXES.index(axis) - len(self.bound.program.reductions)
 
-    def outside(self, value: Tensor, inner: int) -> Tensor:
-        """Without the trailing reduction dimensions, unless the value still varies along them."""
-        if not inner or value.ndim < inner or any(n != 1 for n in value.shape[-inner:]):
+    def outside(self, value: Tensor, index: int) -> Tensor:
+        """Without the trailing reduction dimensions, unless the node varies along them."""
+        inner = len(self.bound.program.reductions)
+        if value.ndim < inner or self.bound.program.axes[index] & ~Axes.ALL:
             return value
         return value.reshape(value.shape[: value.ndim - inner])
 

@@ -74,12 +74,18 @@ def _has_zero(x: Interval) -> Tensor:
     return (x.lo <= 0) & (x.hi >= 0)
 
 
+def _infinite(x: Interval) -> Tensor:
+    return (x.lo == -math.inf) | (x.hi == math.inf)
+
+
+def _unknown_where(bad: Tensor, x: Interval) -> Interval:
+    return Interval(torch.where(bad, -math.inf, x.lo), torch.where(bad, math.inf, x.hi))
+
+
 def _quotient(a: Interval, b: Interval, dtype: DType) -> Interval:
     """Real quotient of floats; unknown where the divisor may be zero."""
-    zero = _has_zero(b)
     lo, hi = corners(torch.div, a, b)
-    wide = outward(lo, hi, dtype, a, b)
-    return Interval(torch.where(zero, -math.inf, wide.lo), torch.where(zero, math.inf, wide.hi))
+    return _unknown_where(_has_zero(b), outward(lo, hi, dtype, a, b))
 
 
 def div(args: Args, dtype: DType) -> Interval:
@@ -99,8 +105,9 @@ def whole_quotient(mode: str) -> IntervalRule:
         a, b = args
         if dtype.is_float:
             real = _quotient(a, b, dtype)
-            # The operation may round its quotient before and after; outward covers the first.
-            return outward(rounding(real.lo), rounding(real.hi), dtype, real)
+            # An operation that rounds its quotient first is covered as the ends are outward.
+            wide = outward(rounding(real.lo), rounding(real.hi), dtype, real)
+            return _unknown_where(_infinite(a) | _infinite(b), wide)
         zero = _has_zero(b)
         safe = Interval(torch.where(zero, 1, b.lo), torch.where(zero, 1, b.hi))
         # The least I64 divided by -1 traps; its reach makes the result unknown anyway.
@@ -148,16 +155,14 @@ def fmod(args: Args, dtype: DType) -> Interval:
 
 
 def _float_remainder(a: Interval, b: Interval, lo: Tensor, hi: Tensor) -> Interval:
-    bad = _has_zero(b) | (a.lo == -math.inf) | (a.hi == math.inf)
-    bad = bad | (b.lo == -math.inf) | (b.hi == math.inf)
-    return Interval(torch.where(bad, -math.inf, lo), torch.where(bad, math.inf, hi))
+    return _unknown_where(_has_zero(b) | _infinite(a) | _infinite(b), Interval(lo, hi))
 
 
 def power(args: Args, dtype: DType) -> Interval:
     """Whole exponents that are one constant; otherwise positive float bases."""
     a, b = args
     exponent = single(b)
-    if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 64:
+    if exponent is not None and 0 <= exponent <= 64 and exponent == int(exponent):
         base = absolute((a,), dtype) if exponent % 2 == 0 else a
         lo, hi = torch.pow(base.lo, int(exponent)), torch.pow(base.hi, int(exponent))
         if dtype.is_float:
@@ -167,9 +172,7 @@ def power(args: Args, dtype: DType) -> Interval:
         return unknown(dtype)
     lo, hi = corners(torch.pow, a, b)
     # Between the corners a power is monotone in each operand; 1 is passed where the exponent is 0.
-    wide = widened(lo, hi, dtype, a, b)
-    bad = a.lo <= 0
-    return Interval(torch.where(bad, -math.inf, wide.lo), torch.where(bad, math.inf, wide.hi))
+    return _unknown_where(a.lo <= 0, widened(lo, hi, dtype, a, b))
 
 
 def minimum(args: Args, dtype: DType) -> Interval:
@@ -351,9 +354,7 @@ def falling(f: Callable[[Tensor], Tensor], least: float, most: float) -> Interva
 
 def rsqrt(args: Args, dtype: DType) -> Interval:
     """Falls, but jumps from inf to -inf between the zeros of both signs."""
-    wide = falling(torch.rsqrt, 0.0, math.inf)(args, dtype)
-    bad = args[0].lo <= 0
-    return Interval(torch.where(bad, -math.inf, wide.lo), torch.where(bad, math.inf, wide.hi))
+    return _unknown_where(args[0].lo <= 0, falling(torch.rsqrt, 0.0, math.inf)(args, dtype))
 
 
 def cosh(args: Args, dtype: DType) -> Interval:
@@ -366,7 +367,7 @@ def bounded(size: float) -> IntervalRule:
     def rule(args: Args, _: DType) -> Interval:
         open_ = torch.zeros((), dtype=torch.bool)
         for x in args:
-            open_ = open_ | (x.lo == -math.inf) | (x.hi == math.inf)
+            open_ = open_ | _infinite(x)
         hi = torch.where(open_, math.inf, torch.tensor(size, dtype=torch.float64))
         return Interval(-hi, hi)
 
@@ -384,10 +385,10 @@ def isnan(args: Args, _: DType) -> Interval:
 
 def isinf(args: Args, _: DType) -> Interval:
     # Never certain: an end beyond float32 may stand for a number that float64 holds.
-    possible = (args[0].lo == -math.inf) | (args[0].hi == math.inf)
+    possible = _infinite(args[0])
     return Interval(torch.zeros_like(possible), possible)
 
 
 def isfinite(args: Args, _: DType) -> Interval:
-    certain = (args[0].lo > -math.inf) & (args[0].hi < math.inf)
+    certain = ~_infinite(args[0])
     return Interval(certain, torch.ones_like(certain))
