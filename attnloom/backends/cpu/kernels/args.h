@@ -12,13 +12,6 @@
 
 #include "simd.h"
 
-#ifndef TILE_M
-#define TILE_M 64
-#endif
-#ifndef TILE_N
-#define TILE_N 128
-#endif
-
 // BF16_INPUTS says that query, key and value are all bfloat16. Where the CPU multiplies pairs of
 // bfloat16, tiles stay in that form; elsewhere they are widened while they are packed.
 #ifndef BF16_INPUTS
@@ -89,7 +82,6 @@ struct Geometry {
     i64 key_units, value_units;  // units in a key row and in a value row, as GEMM depth
     i64 key_lanes, value_lanes;  // reals in the same rows, padded to whole vectors, as GEMM width
     i64 num_key_tiles, tile_m, num_row_tiles;
-    i64 heads_per_kv;  // G
 
     explicit Geometry(const AttentionArgs& args) {
         key_units = ceil_div(args.head_dim, UNIT_ELEMENTS);
@@ -100,9 +92,22 @@ struct Geometry {
         // A tile of rows never crosses a block, so that one list serves it.
         tile_m = args.row_offsets ? min_i64(TILE_M, args.q_block) : TILE_M;
         num_row_tiles = ceil_div(args.q_len, tile_m);
-        heads_per_kv = args.Hkv ? args.Hq / args.Hkv : 0;
     }
 };
+
+struct QueryHead {
+    i64 b, h;
+};
+
+// Query head number `index` of those that read a kv head, in every batch that shares it.
+INLINE QueryHead query_head(const AttentionArgs& args, i64 kv_head, i64 index) {
+    i64 group = args.Hq / args.Hkv;
+    i64 b = args.Bkv == args.B ? kv_head / args.Hkv : index / group;
+    return {b, kv_head % args.Hkv * group + index % group};
+}
+INLINE i64 query_heads_per_kv(const AttentionArgs& args) {
+    return args.Bkv && args.Hkv ? args.Hq / args.Hkv * (args.B / args.Bkv) : 0;
+}
 
 // Hands out aligned pieces of the workspace; with a null base it only counts bytes.
 struct Arena {

@@ -32,8 +32,7 @@ struct ForwardLayout {
 
     explicit ForwardLayout(const AttentionArgs& args) : sizes(args) {
         num_kv_heads = args.Bkv * args.Hkv;
-        // Query heads that read one kv head, in all batches that share it, times row tiles.
-        tasks_per_head = sizes.heads_per_kv * (args.Bkv ? args.B / args.Bkv : 0) * sizes.num_row_tiles;
+        tasks_per_head = query_heads_per_kv(args) * sizes.num_row_tiles;
         key_tile = sizes.key_units * TILE_N;
         value_tile = value_in_place(args) ? 0 : sizes.value_lanes * TILE_N / UNIT_ELEMENTS;
         query_row = round_up(sizes.key_units, W);
@@ -71,15 +70,12 @@ struct ForwardLayout {
 
 // The query head and row tile of task `t` of a kv head.
 struct RowTask {
-    i64 b, h, q0;
+    QueryHead head;
+    i64 q0;
 
-    RowTask(const AttentionArgs& args, const Geometry& sizes, i64 kv_head, i64 t) {
-        i64 row_tile = t % sizes.num_row_tiles, head = t / sizes.num_row_tiles;
-        i64 batch_step = head / sizes.heads_per_kv;
-        b = args.Bkv == args.B ? kv_head / args.Hkv : batch_step;
-        h = kv_head % args.Hkv * sizes.heads_per_kv + head % sizes.heads_per_kv;
-        q0 = row_tile * sizes.tile_m;
-    }
+    RowTask(const AttentionArgs& args, const Geometry& sizes, i64 kv_head, i64 t)
+        : head(query_head(args, kv_head, t / sizes.num_row_tiles)),
+          q0(t % sizes.num_row_tiles * sizes.tile_m) {}
 };
 
 // Marks the key tiles that some row of the wave reads, and sorts its tasks by falling work.
@@ -102,7 +98,7 @@ static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i6
         for (i64 t = 0; t < num_tasks; t++) {
             i64 head = t / layout.tasks_per_head;
             RowTask task(args, sizes, first_head + head, t % layout.tasks_per_head);
-            Span steps = key_steps(args, task.b, task.h, task.q0);
+            Span steps = key_steps(args, task.head.b, task.head.h, task.q0);
             i64 work = min_i64(steps.end - steps.begin, most - 1);
             i64 bucket = (most - 1 - work) * num_buckets / most;
             if (pass == 1) {
@@ -152,10 +148,10 @@ static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 w
     ForwardLayout::Scratch scratch(layout.scratch + worker * layout.worker_bytes, layout);
     ModArgs mods = mod_args(args, nullptr);
     RowGroup group;
-    enter_head(mods, place.b, place.h, group);
+    enter_head(mods, place.head.b, place.head.h, group);
     i64 num_rows = min_i64(sizes.tile_m, args.q_len - place.q0), num_panels = ceil_div(num_rows, MR);
     enter_rows(args, mods, place.q0, num_rows, group);
-    pack_units(Rows(args.query, place.b, place.h, place.q0, num_rows, args.head_dim), num_panels * MR,
+    pack_units(Rows(args.query, place.head.b, place.head.h, place.q0, num_rows, args.head_dim), num_panels * MR,
                layout.query_row, scratch.query);
 
     real m[TILE_M], l[TILE_M];
@@ -163,7 +159,7 @@ static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 w
     state.reset(num_panels * MR);
     Range columns[MAX_PANELS];
     TileColumn column;
-    Span steps = key_steps(args, place.b, place.h, place.q0);
+    Span steps = key_steps(args, place.head.b, place.head.h, place.q0);
     KeyTiles tiles(args, steps.begin, steps.end);
     for (KeyTile tile; tiles.next(tile);) {
         i64 k0 = tile.index * TILE_N, packed = head * sizes.num_key_tiles + tile.index;

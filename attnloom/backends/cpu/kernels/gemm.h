@@ -11,11 +11,17 @@
 
 #include "args.h"
 
+// Rows of a panel; decode, whose tiles are a few rows, asks for 4.
+#ifndef MR
 #if VECTOR_BYTES == 64 || defined(__aarch64__)
 #define MR 8
-#define FOR_EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #else
 #define MR 4
+#endif
+#endif
+#if MR == 8
+#define FOR_EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#else
 #define FOR_EACH_ROW(X) X(0) X(1) X(2) X(3)
 #endif
 #define STRIP (2 * W)

@@ -34,15 +34,6 @@ struct SoftmaxState {
 // Reals between rows of probabilities().
 static const i64 PROBABILITY_ROW = TILE_N / UNIT_ELEMENTS;
 
-#if BF16_PAIRS
-// Rounds to nearest even, subnormals to zero.
-INLINE v_u16 bf16_from_probability(vf p) {
-    v_u16 bits;
-    asm("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(p));
-    return bits;
-}
-#endif
-
 // Scores of one row in score units, written back; the largest of them and `top`, lane by lane.
 template <bool MASKED>
 INLINE vf score_row(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i32 i, i64 k0,
@@ -81,7 +72,7 @@ NOINLINE void softmax_rows(const ModArgs& mods, const RowGroup& group, const Til
             vf p = softmax_exp2(to_exponent(vf_load(scores + x) - m));
             sum += p;
 #if BF16_PAIRS
-            store_as(pairs + x, bf16_from_probability(p));
+            store_as(pairs + x, bf16_rounded(p));
 #else
             vf_store(scores + x, p);
 #endif

@@ -20,6 +20,14 @@
 #define WIDE_INTS 0
 #endif
 
+// A kernel tile: query rows by keys. Column-level values of a mod are arrays of TILE_N.
+#ifndef TILE_M
+#define TILE_M 64
+#endif
+#ifndef TILE_N
+#define TILE_N 128
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 

@@ -80,4 +80,13 @@ INLINE vf softmax_exp2(vf x) {
 }
 INLINE real softmax_exp2(real x) { return softmax_exp2(vf_set(x))[0]; }
 
+#if BF16_PAIRS
+// Rounds to nearest even, subnormals to zero.
+INLINE v_u16 bf16_rounded(vf x) {
+    v_u16 bits;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(x));
+    return bits;
+}
+#endif
+
 #endif

@@ -1,0 +1,183 @@
+// Decode: attention of a few query rows over many keys, the keys split over threads.
+//
+//   unit    `fold` query heads of one kv head, with all their q_len rows: R = fold * q_len <= TILE_M
+//   part    one of num_splits shares of the unit's live tiles (flash-decoding, Dao et al. 2023)
+//
+// Rows of grouped heads share every key they load. Keys are transposed on the fly, in cache: each is
+// used by one unit only. A first region computes the parts, a second one combines them in order.
+#define MR 4
+#include "gemm.h"
+#include "online_softmax.h"
+#include "pack.h"
+#include "parallel.h"
+#include "tiles.h"
+
+struct DecodeLayout {
+    Geometry sizes;
+    i64 num_units, num_rows, part_size;
+    real* parts;  // [num_units][num_splits][num_rows][m, l, then acc in value_lanes]
+    char* scratch;
+    i64 worker_bytes, total_bytes;
+
+    explicit DecodeLayout(const AttentionArgs& args) : sizes(args) {
+        num_units = args.B * args.Hq / args.fold;
+        num_rows = args.fold * args.q_len;
+        part_size = num_rows * row_size();
+        worker_bytes = Scratch(nullptr, sizes).used;
+        Arena arena(args.workspace);
+        parts = arena.take<real>(num_units * args.num_splits * part_size);
+        scratch = arena.take<char>(num_workers(args) * worker_bytes);
+        total_bytes = arena.used;
+    }
+    // Padded, so that acc keeps the vectors' alignment.
+    i64 row_size() const { return sizes.value_lanes + W; }
+
+    // Private to a worker.
+    struct Scratch {
+        real *query, *keys, *values, *scores, *acc;
+        u16* pairs;
+        i8* mask;
+        i64 used;
+
+        Scratch(char* memory, const Geometry& sizes) {
+            Arena arena(memory);
+            query = arena.take<real>(TILE_M * round_up(sizes.key_units, W));
+            keys = arena.take<real>(sizes.key_units * TILE_N);
+            values = arena.take<real>(sizes.value_lanes * TILE_N / UNIT_ELEMENTS);
+            scores = arena.take<real>(TILE_M * TILE_N);
+            acc = arena.take<real>(TILE_M * sizes.value_lanes);
+            pairs = arena.take<u16>(BF16_PAIRS ? TILE_M * TILE_N : 0);
+            mask = arena.take<i8>(TILE_M * TILE_N);
+            used = arena.used;
+        }
+    };
+};
+
+// Heads and rows of a unit. Row r of the tile is row r % q_len of head r / q_len.
+struct Unit {
+    i64 b, first_head, kv_b, kv_h;
+    RowGroup heads[TILE_M];
+
+    Unit(const AttentionArgs& args, const ModArgs& mods, i64 number) {
+        i64 units_per_batch = args.Hq / args.fold;
+        b = number / units_per_batch;
+        first_head = number % units_per_batch * args.fold;
+        kv_b = args.Bkv == args.B ? b : 0;
+        kv_h = first_head / (args.Hq / args.Hkv);
+        for (i64 g = 0; g < args.fold; g++) {
+            enter_head(mods, b, first_head + g, heads[g]);
+            enter_rows(args, mods, 0, args.q_len, heads[g]);
+        }
+    }
+};
+
+// Live columns of a masked tile, the same for all panels; false if there are none.
+static bool mask_tile(const AttentionArgs& args, const ModArgs& mods, const Unit& unit, const KeyTile& tile,
+                      i32 num_rows, i8* mask, Range& columns) {
+    Range panels[MAX_PANELS];
+    for (i64 g = 0; g < args.fold; g++)
+        fill_mask(args, mods, unit.heads[g], tile, mask + g * args.q_len * TILE_N);
+    if (!live_columns(tile, mask, num_rows, panels)) return false;
+    columns = {TILE_N, 0};
+    for (i32 p = 0; p * MR < num_rows; p++) {
+        if (panels[p].begin >= panels[p].end) continue;
+        columns.begin = panels[p].begin < columns.begin ? panels[p].begin : columns.begin;
+        columns.end = panels[p].end > columns.end ? panels[p].end : columns.end;
+    }
+    return true;
+}
+
+static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, const ModArgs& mods,
+                        const Unit& unit, const KeyTile& tile, Range columns,
+                        const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
+    const Geometry& sizes = layout.sizes;
+    i64 k0 = tile.index * TILE_N, count = min_i64(TILE_N, args.kv_len - k0);
+    i64 num_panels = ceil_div(layout.num_rows, MR);
+    Range panels[MAX_PANELS];
+    for (i64 p = 0; p < num_panels; p++) panels[p] = columns;
+    pack_transposed(Rows(args.key, unit.kv_b, unit.kv_h, k0, count, args.head_dim), scratch.keys);
+    multiply_columns(num_panels, panels, sizes.key_units, scratch.query, round_up(sizes.key_units, W),
+                     scratch.keys, state.scores);
+    auto softmax = tile.masked ? softmax_rows<true> : softmax_rows<false>;
+    for (i64 g = 0; g < args.fold; g++) {
+        TileColumn column;
+        enter_keys(mods, unit.heads[g], k0, column);
+        softmax(mods, unit.heads[g], column, k0, panels, score_scale(args), state.from_row(g * args.q_len));
+    }
+    i64 own = REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;
+    bool in_place = !BF16_PAIRS && args.value.dtype == own && args.value_dim % W == 0;
+    Rows values(args.value, unit.kv_b, unit.kv_h, k0, count, args.value_dim);
+    if (!in_place) pack_right(values, TILE_N, sizes.value_lanes, scratch.values);
+    accumulate_values(num_panels, panels, count, in_place ? (const real*)values.data : scratch.values,
+                      in_place ? args.value.stride_row : sizes.value_lanes, state);
+}
+
+static void attend_part(const AttentionArgs& args, const DecodeLayout& layout, i64 worker, i64 task) {
+    const Geometry& sizes = layout.sizes;
+    i64 split = task % args.num_splits, padded = round_up(layout.num_rows, MR);
+    ModArgs mods = mod_args(args, nullptr);
+    Unit unit(args, mods, task / args.num_splits);
+    DecodeLayout::Scratch scratch(layout.scratch + worker * layout.worker_bytes, sizes);
+    i64 row_units = round_up(sizes.key_units, W);
+    for (i64 g = 0; g < args.fold; g++)
+        pack_units(Rows(args.query, unit.b, unit.first_head + g, 0, args.q_len, args.head_dim), args.q_len,
+                   row_units, scratch.query + g * args.q_len * row_units);
+    __builtin_memset(scratch.query + layout.num_rows * row_units, 0,
+                     (padded - layout.num_rows) * row_units * sizeof(real));
+    real m[TILE_M], l[TILE_M];
+    SoftmaxState state = {scratch.scores, scratch.pairs, scratch.mask, scratch.acc, m, l, sizes.value_lanes};
+    state.reset(padded);
+
+    Span steps = key_steps(args, unit.b, unit.first_head, 0);
+    i64 count = steps.end - steps.begin;
+    KeyTiles tiles(args, steps.begin + count * split / args.num_splits,
+                   steps.begin + count * (split + 1) / args.num_splits);
+    for (KeyTile tile; tiles.next(tile);) {
+        Range columns = {tile.begin, tile.end};
+        if (tile.masked && !mask_tile(args, mods, unit, tile, (i32)layout.num_rows, state.mask, columns)) continue;
+        attend_tile(args, layout, mods, unit, tile, columns, scratch, state);
+    }
+    for (i64 r = 0; r < layout.num_rows; r++) {
+        real* part = layout.parts + task * layout.part_size + r * layout.row_size();
+        part[0] = m[r];
+        part[1] = l[r];
+        __builtin_memcpy(part + W, state.acc + r * sizes.value_lanes, sizes.value_lanes * sizeof(real));
+    }
+}
+
+// Adds the parts of one row of a unit, in order, into the first of them.
+static void combine_row(const AttentionArgs& args, const DecodeLayout& layout, i64 unit, i64 r) {
+    i64 units_per_batch = args.Hq / args.fold, b = unit / units_per_batch;
+    i64 h = unit % units_per_batch * args.fold + r / args.q_len, q = r % args.q_len;
+    real* parts = layout.parts + unit * args.num_splits * layout.part_size + r * layout.row_size();
+    real m = REAL_LOWEST, l = 0;
+    for (i64 split = 0; split < args.num_splits; split++)
+        m = parts[split * layout.part_size] > m ? parts[split * layout.part_size] : m;
+    for (i64 split = 0; split < args.num_splits; split++) {
+        real* part = parts + split * layout.part_size;
+        real shrink = softmax_exp2((part[0] - m) * EXPONENT_SCALE);
+        l += part[1] * shrink;
+        for (i64 d = 0; d < layout.sizes.value_lanes; d += W) {
+            vf scaled = vf_load(part + W + d) * shrink;
+            vf_store(parts + W + d, split ? vf_load(parts + W + d) + scaled : scaled);
+        }
+    }
+    store_row(row_at(args.out, b, h, q), args.out.dtype, args.value_dim, parts + W, l == 0 ? (real)0 : 1 / l);
+    i64 row = (b * args.Hq + h) * args.q_len + q;
+    args.lse[row] = row_lse(m, l);
+    if (args.max_scores) args.max_scores[row] = row_max(m, l);
+}
+
+extern "C" i64 attnloom_workspace(const AttentionArgs* args) { return DecodeLayout(*args).total_bytes; }
+
+// Returns 1 if the launcher has to run the build with WIDE_INTS instead.
+extern "C" i64 attnloom_run(const AttentionArgs* given) {
+    const AttentionArgs& args = *given;
+    DecodeLayout layout(args);
+    int overflow = run_tasks(args, layout.num_units * args.num_splits,
+                             [&](i64 worker, i64 task) { attend_part(args, layout, worker, task); });
+    run_tasks(args, layout.num_units, [&](i64, i64 unit) {
+        for (i64 r = 0; r < layout.num_rows; r++) combine_row(args, layout, unit, r);
+    });
+    return overflow;
+}
