@@ -106,7 +106,9 @@ def _launch(
         score_numbers, tensors = score.numbers, score.tensors
     count_score = len(tensors)
     if mask is not None and plan.mask is not None:
-        mask_numbers, tensors = mask.numbers, tensors + mask.tensors
+        # A mask is a comparison: nothing is differentiable in it.
+        tensors += tuple(t.detach() if t.requires_grad else t for t in mask.tensors)
+        mask_numbers = mask.numbers
     launch = Launch(plan, backend, blocks, scale, score_numbers, mask_numbers, count_score)
     return launch, tensors
 

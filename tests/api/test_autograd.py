@@ -62,6 +62,16 @@ def test_each_output_alone(output):
     torch.autograd.gradcheck(lambda *x: attend(*x)[output], inputs)
 
 
+def test_a_mask_gives_no_gradient_to_what_it_captures():
+    limit = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
+
+    def below(b, h, q_idx, kv_idx):
+        return kv_idx <= limit[q_idx]
+
+    mask = create_block_mask(below, None, None, 5, 7, device="cpu")
+    assert not flex_attention(*qkv(), block_mask=mask, enable_gqa=True).requires_grad
+
+
 def test_max_scores_are_not_differentiable():
     q, k, v = qkv(key_heads=4, requires_grad=True)
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True, max_scores=True))

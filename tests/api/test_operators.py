@@ -17,7 +17,7 @@ from attnloom import create_block_mask, flex_attention
 from attnloom.api import structure
 from attnloom.api.launch import Launch
 from attnloom.errors import OptionError
-from tests.api.mods import causal, normal, qkv, slope_bias
+from tests.api.mods import causal, normal, qkv, slope_bias, soft_cap
 from tests.api.test_autograd import attend, slopes
 
 FORWARD = torch.ops.attnloom.flex_forward.default
@@ -102,6 +102,28 @@ def test_export_survives_saving(tmp_path):
     path = tmp_path / "layer.pt2"
     torch.export.save(torch.export.export(layer, inputs, strict=False), path)
     torch.testing.assert_close(torch.export.load(path).module()(*inputs), layer(*inputs))
+
+
+def test_export_with_a_dynamic_length_and_a_number():
+    class Capped(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, soft_cap(2.5), enable_gqa=True)
+
+    length = torch.export.Dim("length", min=2, max=64)
+    shapes = ({2: length}, None, None)
+    program = torch.export.export(
+        Capped(), qkv(dtype=torch.float32), dynamic_shapes=shapes, strict=False
+    )
+    other = qkv(lengths=(9, 7), dtype=torch.float32)
+    torch.testing.assert_close(program.module()(*other), Capped()(*other))
+
+
+def test_an_exported_module_compiles_in_one_graph():
+    inputs = qkv(dtype=torch.float32)
+    layer = Layer()
+    module = torch.export.export(layer, inputs, strict=False).module()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), layer(*inputs))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

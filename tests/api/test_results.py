@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,3 +152,33 @@ def test_a_tensor_and_a_number_are_read_anew_on_every_call():
     assert not torch.allclose(
         flex_attention(q, k, v, soft_cap(1.0)), flex_attention(q, k, v, soft_cap(0.1))
     )
+
+
+def test_another_default_device_changes_nothing():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    slope = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    mask = create_block_mask(causal, None, None, 5, 7, device="cpu")
+
+    def run():
+        out = flex_attention(q, k, v, slope_bias(slope), mask, enable_gqa=True)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v, slope))
+
+    want = run()
+    torch.set_default_device("meta")
+    try:
+        got = run()
+    finally:
+        torch.set_default_device(None)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_threads_share_plans():
+    inputs = qkv(key_heads=4)
+    want = [flex_attention(*inputs, soft_cap(float(i + 1))) for i in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(
+            pool.map(lambda i: flex_attention(*inputs, soft_cap(float(i % 8 + 1))), range(64))
+        )
+    for i, out in enumerate(got):
+        torch.testing.assert_close(out, want[i % 8], atol=0, rtol=0)

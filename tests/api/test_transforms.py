@@ -8,7 +8,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from attnloom import AuxRequest, create_block_mask, flex_attention
-from tests.api.mods import causal, normal, qkv, slope_bias
+from attnloom.api import token_map
+from tests.api.mods import causal, late_start, normal, qkv, slope_bias
 from tests.api.test_autograd import attend, slopes
 
 
@@ -32,6 +33,31 @@ def test_gradgradcheck(point, mask_mod):
     mask = mask_mod and create_block_mask(mask_mod, None, None, 3, 4, device="cpu")
     inputs = tuple(x.requires_grad_() for x in point)
     torch.autograd.gradgradcheck(lambda *x: attend(*x, mask), inputs)
+
+
+def test_second_derivatives_of_rows_without_keys_are_finite():
+    mask = create_block_mask(late_start, None, None, 5, 7, device="cpu")
+    inputs = (*qkv(requires_grad=True), slopes())
+    out, _ = attend(*inputs, mask)
+    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+    assert all(g.isfinite().all() for g in second)
+    assert (second[0][:, :, :3] == 0).all()
+    assert (second[0][:, :, 3:] != 0).any()
+
+
+def test_second_derivatives_do_not_depend_on_the_chunks(point, monkeypatch):
+    mask = create_block_mask(causal, None, None, 3, 4, device="cpu")
+
+    def penalty():
+        inputs = tuple(x.clone().requires_grad_() for x in point)
+        (dq,) = torch.autograd.grad(loss(*inputs, mask), inputs[0], create_graph=True)
+        return torch.autograd.grad(dq.square().sum(), inputs)
+
+    want = penalty()
+    monkeypatch.setattr(token_map, "MAX_SCORES", 1)
+    for a, b in zip(penalty(), want, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_forward_mode_gradcheck(point):
