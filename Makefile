@@ -12,7 +12,7 @@ PYTHON  ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 pyth
 TORCH   ?= torch==2.13.0
 VENV    := .venv
 BIN     := $(VENV)/bin
-PIP     := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: demo test check bench clean
 
