@@ -56,6 +56,7 @@ class Trace:
         if self.num_paths > MAX_PATHS:
             self._too_many_paths()
         self.decisions = decisions
+        self.failure: TraceError | None = None
         self.taken: list[bool] = []
         self.conditions: list[int] = []
         self.known: dict[int, bool] = {}
@@ -242,7 +243,8 @@ class Trace:
             line = messages.source_line(file, frame.f_lineno)
         where = f" ({place})" if place else ""
         text = f"{self.kind} '{messages.mod_name(self.mod)}'{where} {what}; {advice}"
-        return TraceError(f"{text}\n    {line}" if line else text)
+        self.failure = TraceError(f"{text}\n    {line}" if line else text)
+        return self.failure
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         while frame is not None:

@@ -128,8 +128,11 @@ def _run(trace: Trace, decisions: tuple[bool, ...]) -> int:
     try:
         with _Mode(trace):
             result = trace.mod(*symbols)
-    except AssertionError:
-        if trace.taken:
+    except Exception as error:
+        # torch's operators turn a TypeError, which a TraceError is, into "unsupported operand".
+        if trace.failure is not None and error is not trace.failure:
+            raise trace.failure from None
+        if isinstance(error, AssertionError) and trace.taken:
             raise trace.error(
                 "asserts a traced condition", "kernels cannot raise. Check it outside."
             ) from None
