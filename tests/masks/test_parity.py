@@ -21,7 +21,6 @@ from tests.masks.mods import (
     windows_by_head,
 )
 
-# noop and nothing return a tensor that torch's vmap cannot fold in some shapes; the rest is common.
 SIZES = [
     (Sizes(1, 1, 256, 256), 32),
     (Sizes(2, 4, 256, 384), (64, 128)),
@@ -41,7 +40,7 @@ def pair(make, s: Sizes, block, **options):
 def valid_part(num: torch.Tensor, indices: torch.Tensor) -> list[list[int]]:
     """The indices that mean something, each line sorted."""
     flat = indices.reshape(-1, indices.shape[-1])
-    return [sorted(row[:n].tolist()) for n, row in zip(num.flatten().tolist(), flat)]
+    return [sorted(row[:n].tolist()) for n, row in zip(num.flatten().tolist(), flat, strict=True)]
 
 
 def assert_same_lists(theirs_mask, ours_mask):
