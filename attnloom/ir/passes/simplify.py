@@ -300,6 +300,10 @@ def _ones(r: _Rewrite, i: int) -> int:
 
 
 def _opposite(r: _Rewrite, a: int, b: int) -> bool:
+    left, right = r.node(a), r.node(b)
+    inverse = left.args == right.args and _INVERSE.get(left.op) == right.op
+    if inverse and (left.op in ("eq", "ne") or not r.is_float(left.args[0])):
+        return True
     return r.operand(a, "not") == b or r.operand(b, "not") == a
 
 
