@@ -79,7 +79,7 @@ def _input(run: _Run, node: Node, _: list[Tensor]) -> Tensor:
         positions = torch.arange(run.length(axis), device=run.device, dtype=run.dtype(node.dtype))
         return positions.reshape(shape)
     value = run.inputs[name].to(run.dtype(node.dtype))
-    return value.reshape(*value.shape, *([1] * inner))
+    return value.reshape((*value.shape, *([1] * inner)))
 
 
 def _const(run: _Run, node: Node, _: list[Tensor]) -> Tensor:
