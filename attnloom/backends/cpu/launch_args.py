@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from attnloom.backends.cpu.schedule import Schedule
 from attnloom.backends.registry import AttentionCall
 from attnloom.block_mask import BlockLists
 
@@ -29,17 +30,6 @@ _ARGS = struct.Struct(f"{8 * _OPERAND + 3 + 2 + 7 + 8 + 5 + 3 + 3 + 2}qd")
 _INT64 = 1 << 63
 
 Words = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How a call is split into tasks; see `kernels/args.h`."""
-
-    row_chunks: int = 1
-    head_chunks: int = 1
-    num_lanes: int = 1
-    num_splits: int = 1
-    fold: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(3) == 1 or tensor.size(3) == 1 else tensor.contiguous()
 
 
-def bindings(call: AttentionCall) -> Bindings:
+def bind(call: AttentionCall) -> Bindings:
     """Binding slots of a call: the score program's first, then the mask program's."""
     tensors: tuple[torch.Tensor, ...] = ()
     numbers: tuple[int | float, ...] = ()
@@ -116,7 +106,7 @@ def mask_words(blocks: BlockLists | None) -> Words:
 
 
 @dataclass(frozen=True, slots=True)
-class ArgumentParts:
+class Parts:
     """What differs between forward, decode and backward.
 
     operands: words of query, key, value, out, dout, dq, dk, dv; empty where absent.
@@ -133,7 +123,7 @@ class ArgumentParts:
 class Arguments:
     """AttentionArgs in memory; `address` is what the kernel takes."""
 
-    def __init__(self, call: AttentionCall, bound: Bindings, parts: ArgumentParts) -> None:
+    def __init__(self, call: AttentionCall, bound: Bindings, parts: Parts) -> None:
         query, key, value = call.query, call.key, call.value
         words: list[int] = []
         for block in parts.operands:

@@ -17,12 +17,6 @@
 #include "softmax.h"
 #include "tiles.h"
 
-#if !HAS_SCORE
-struct HeadGrad {
-    char none;
-};
-#endif
-
 // Keys that already have the form GEMM reads are used where they are.
 INLINE bool key_in_place(const AttentionArgs& args) {
     i64 own = REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;

@@ -1,0 +1,222 @@
+"""The CPU backend: finds the compiled kernel of a call, hands it memory and runs it.
+
+A call costs about 15 us here: kernels are remembered by structure, and all arguments are packed at
+once (launch_args.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnloom.backends.cpu import build, toolchain
+from attnloom.backends.cpu.launch_args import DTYPE_CODES, Arguments, Parts, bind, operand, unit_stride
+from attnloom.backends.cpu.schedule import (
+    DECODE_KEYS,
+    DECODE_ROWS,
+    BackwardSchedule,
+    Schedule,
+    backward_schedule,
+    decode_schedule,
+    gradient_slots,
+)
+from attnloom.backends.cpu.widths import needs_wide_ints
+from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
+from attnloom.ir.node import DType
+from attnloom.plan.problem import compute_type
+
+_ALIGNMENT = 64
+_MAX_RANK = 8
+_DEFINES = {
+    "forward": (),
+    "backward": (),
+    "decode": (("TILE_M", DECODE_ROWS), ("TILE_N", DECODE_KEYS)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Entry points of a loaded kernel; both take the address of an AttentionArgs."""
+
+    workspace: Callable[[int], int]
+    run: Callable[[int], int]
+
+
+_Key = tuple[Any, ...]
+_kernels: dict[_Key, Kernel] = {}
+# Structures that met a captured integer beyond narrow lanes: they start wide from then on.
+_wide: set[_Key] = set()
+
+
+class CpuBackend:
+    """Fused attention in C++ compiled on first use; see `registry.Backend`."""
+
+    name = "cpu"
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        if call.query.device.type != "cpu":
+            return f"query is on {call.query.device}, the kernels run on the CPU only."
+        for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+            if tensor.dtype not in DTYPE_CODES:
+                return f"{name} has dtype {tensor.dtype}, which the CPU kernels cannot load."
+        for bound in (call.score, call.mask):
+            for spec in bound.program.tensors if bound is not None else ():
+                if spec.rank > _MAX_RANK:
+                    return f"a captured tensor has {spec.rank} dimensions, kernels take {_MAX_RANK}."
+        if toolchain.available() is None:
+            return "no C++ compiler was found."
+        return None
+
+    def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
+        query, key, value = (unit_stride(t) for t in (call.query, call.key, call.value))
+        batch, heads, q_len, _ = query.shape
+        real = compute_type(query.dtype, key.dtype, value.dtype)
+        out = torch.empty((batch, heads, q_len, value.size(3)), dtype=query.dtype)
+        lse = torch.empty((batch, heads, q_len), dtype=real.torch)
+        max_scores = torch.empty_like(lse) if want_max_scores else None
+        operands = [operand(t, batch) for t in (query, key, value, out)] + [()] * 4
+        rows = (lse.data_ptr(), 0 if max_scores is None else max_scores.data_ptr(), 0)
+        schedule = decode_schedule(call, torch.get_num_threads())
+        kernel = "forward" if schedule is None else "decode"
+        _launch(kernel, call, real, Parts(operands, rows, schedule or Schedule()))
+        return ForwardResult(out, lse, max_scores)
+
+    def backward(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        query, key, value = (unit_stride(t) for t in (call.query, call.key, call.value))
+        batch, kv_batch = query.size(0), key.size(0)
+        real = compute_type(query.dtype, key.dtype, value.dtype)
+        out, dout = unit_stride(out), unit_stride(dout.to(query.dtype))
+        lse = lse.to(real.torch).contiguous()
+        dlse = None if dlse is None else dlse.to(real.torch).contiguous()
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value))
+        operands = [operand(t, batch) for t in (query, key, value, out, dout, dq)]
+        operands += [operand(t, kv_batch) for t in (dk, dv)]
+        rows = (lse.data_ptr(), 0, 0 if dlse is None else dlse.data_ptr())
+        plan = backward_schedule(call, torch.get_num_threads())
+        captured = _CapturedGradients(call, plan, real)
+        parts = Parts(operands, rows, plan.schedule, captured.table)
+        _launch("backward", call, real, parts, captured.clear)
+        return Gradients(dq, dk, dv, captured.total(call))
+
+
+class _CapturedGradients:
+    """Buffers that score_grad adds to: [copies, *shape] for each captured tensor that wants one."""
+
+    def __init__(self, call: AttentionCall, plan: BackwardSchedule, real: DType) -> None:
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.table = 0
+        if not plan.copies or call.score is None:
+            return
+        for slot, copies in plan.copies.items():
+            shape = call.score.tensors[slot].shape
+            self.buffers[slot] = torch.zeros((copies, *shape), dtype=real.torch)
+        bound = [b for b in (call.score, call.mask) if b is not None]
+        width = sum(len(b.tensors) for b in bound)
+        rows = []
+        for lane in range(plan.schedule.num_lanes):
+            row = [0] * width
+            for slot, buffer in self.buffers.items():
+                row[slot] = buffer[lane if plan.copies[slot] > 1 else 0].data_ptr()
+            rows += row
+        self._memory = torch.frombuffer(bytearray(struct.pack(f"{len(rows)}q", *rows)), dtype=torch.int64)
+        self.table = self._memory.data_ptr()
+
+    def clear(self) -> None:
+        for buffer in self.buffers.values():
+            buffer.zero_()
+
+    def total(self, call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
+        """Sums over the copies, in order, in the tensors' dtypes."""
+        if call.score is None:
+            return ()
+        found: list[torch.Tensor | None] = [None] * len(call.score.tensors)
+        for slot in gradient_slots(call.score):
+            buffer = self.buffers[slot]
+            total = buffer[0] if buffer.size(0) == 1 else buffer.sum(0)
+            found[slot] = total.to(call.score.tensors[slot].dtype)
+        return tuple(found)
+
+
+def _launch(
+    name: str,
+    call: AttentionCall,
+    real: DType,
+    parts: Parts,
+    again: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a kernel; `again` resets what it adds to, before a second run with wider integers."""
+    bound = bind(call)
+    arguments = Arguments(call, bound, parts)
+    key = _structure(name, call, real)
+    wide = real is DType.F32 and (key in _wide or needs_wide_ints(call))
+    if _run(_kernel(name, call, real, key, wide), arguments) and not wide:
+        _wide.add(key)
+        again()
+        _run(_kernel(name, call, real, key, True), arguments)
+
+
+def _run(kernel: Kernel, arguments: Arguments) -> int:
+    num_bytes = kernel.workspace(arguments.address)
+    workspace = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    address = workspace.data_ptr()
+    arguments.set_workspace(address + -address % _ALIGNMENT)
+    return kernel.run(arguments.address)
+
+
+def load_kernel(spec: build.KernelSpec) -> Kernel:
+    """The entry points of a kernel, compiled if need be.
+
+    Raises:
+        CompileError: there is no compiler, or it refused.
+    """
+    library = build.kernel(spec)
+    entries = (library.attnloom_workspace, library.attnloom_run)
+    for entry in entries:
+        entry.argtypes = [ctypes.c_void_p]
+        entry.restype = ctypes.c_int64
+    return Kernel(*entries)
+
+
+def _structure(name: str, call: AttentionCall, real: DType) -> _Key:
+    return (
+        name,
+        None if call.score is None else call.score.program.digest,
+        None if call.mask is None else call.mask.program.digest,
+        real,
+        _all_bf16(call),
+        call.options.exact_math,
+    )
+
+
+def _all_bf16(call: AttentionCall) -> bool:
+    return call.query.dtype == call.key.dtype == call.value.dtype == torch.bfloat16
+
+
+def _kernel(name: str, call: AttentionCall, real: DType, key: _Key, wide: bool) -> Kernel:
+    found = _kernels.get((key, wide))
+    if found is not None:
+        return found
+    spec = build.KernelSpec(
+        name,
+        None if call.score is None else call.score.program,
+        None if call.mask is None else call.mask.program,
+        "double" if real is DType.F64 else "float",
+        wide,
+        call.options.exact_math,
+        (("BF16_INPUTS", int(_all_bf16(call))), *_DEFINES[name]),
+    )
+    found = load_kernel(spec)
+    _kernels[key, wide] = found
+    return found
