@@ -28,7 +28,7 @@ class Hole:
 def map_captures(
     mod: Any, kind: type, visit: Callable[[Any], Any], *, with_globals: bool = False
 ) -> Any:
-    """The mod with `visit` applied to every captured object of type `kind`.
+    """The mod with `visit` applied once to every captured object of type `kind`.
 
     What does not change is shared with the original, and a mod without such captures is returned
     itself. with_globals: also objects the code names as globals; the rebuilt function then no
@@ -39,26 +39,23 @@ def map_captures(
 
 def captured_tensors(mod: Any) -> list[torch.Tensor]:
     """Captured tensors, globals included, each once, in the order met."""
-    found: dict[int, torch.Tensor] = {}
+    found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(id(tensor), tensor)
+        found.append(tensor)
         return tensor
 
     map_captures(mod, torch.Tensor, note, with_globals=True)
-    return list(found.values())
+    return found
 
 
 def take_tensors(mod: Any) -> tuple[list[torch.Tensor], Any]:
     """Captured tensors (no globals) and the mod with a Hole where each one was."""
-    found: dict[int, int] = {}
     tensors: list[torch.Tensor] = []
 
     def dig(tensor: torch.Tensor) -> Hole:
-        if id(tensor) not in found:
-            found[id(tensor)] = len(tensors)
-            tensors.append(tensor)
-        return Hole(found[id(tensor)])
+        tensors.append(tensor)
+        return Hole(len(tensors) - 1)
 
     return tensors, map_captures(mod, torch.Tensor, dig)
 
@@ -94,13 +91,15 @@ class _Mapper:
         self.keep_alive: list[Any] = []
 
     def map(self, value: Any) -> Any:
+        if id(value) in self.done:
+            return self.done[id(value)]
         if isinstance(value, self.kind):
-            return self.visit(value)
+            self.keep_alive.append(value)
+            self.done[id(value)] = out = self.visit(value)
+            return out
         rebuild = _rebuilder(value)
         if rebuild is None:
             return value
-        if id(value) in self.done:
-            return self.done[id(value)]
         # A function that captures itself keeps the original of itself.
         self.done[id(value)] = value
         self.keep_alive.append(value)

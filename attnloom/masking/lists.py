@@ -318,7 +318,7 @@ def block_size_pair(BLOCK_SIZE: int | tuple[int, int]) -> tuple[int, int]:
     if isinstance(BLOCK_SIZE, int):
         pair = (BLOCK_SIZE, BLOCK_SIZE)
     else:
-        pair = tuple(BLOCK_SIZE)
+        pair = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(size, int) for size in pair):
         raise OptionError(
             f"BLOCK_SIZE is {BLOCK_SIZE!r}; it must be one int or a pair (query, key) of ints."

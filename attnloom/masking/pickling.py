@@ -34,7 +34,7 @@ def dump_mod(mod: Any) -> tuple[bytes, list[torch.Tensor]]:
     pickler = _ModPickler(buffer)
     try:
         pickler.dump((_PYTHON, mod))
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+    except (pickle.PicklingError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ModError(
             f"mask_mod {getattr(mod, '__qualname__', mod)!r} cannot be pickled: {error}. It "
             "captures an object that has no pickled form; capture tensors and numbers instead."
