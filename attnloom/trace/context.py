@@ -106,17 +106,17 @@ class Trace:
         return slot
 
     def _check_capture(self, tensor: torch.Tensor) -> None:
-        shown = f"captured tensor {_describe(tensor)}"
+        shown = f"captured tensor {messages.capture_name(self.mod, tensor)}{_describe(tensor)}"
         try:
             DType.of(tensor.dtype)
         except KeyError:
             raise self.error(
                 f"uses {shown}, whose dtype kernels cannot load",
-                "Convert it outside, for example with .float() or .int().",
+                "convert it outside, for example with .float() or .int().",
             ) from None
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise self.error(
-                f"uses {shown}, which is not a plain strided tensor", "Convert it outside."
+                f"uses {shown}, which is not a plain strided tensor", "convert it outside."
             )
         if tensor.device != self.device:
             raise self.error(
@@ -131,7 +131,7 @@ class Trace:
         if isinstance(plain, bool):
             return self.builder.const(plain, dtype)
         if isinstance(plain, int) and not -_INT64_LIMIT <= plain < _INT64_LIMIT:
-            raise self.error(f"computes with {plain}", "Integers in a mod must fit in 64 bits.")
+            raise self.error(f"computes with {plain}", "integers in a mod must fit in 64 bits.")
         if source is None:
             frame = messages.user_frame()
             if frame is not None and is_literal(frame.f_code, frame.f_lasti, plain):

@@ -14,6 +14,7 @@ from typing import Any
 from attnloom.ir.builder import Builder
 from attnloom.ir.node import DType
 from attnloom.trace.context import Trace
+from attnloom.trace.messages import operator
 from attnloom.trace.symbols import Array, Dim, Index, NumberProxy
 
 Emit = Callable[..., int]
@@ -55,11 +56,12 @@ def cast_operands(trace: Trace, name: str, rule: Rule, operands: list[Operand]) 
         dtype = trace.default_float
     if rule.kind == "same" and dtype is DType.BOOL:
         raise trace.error(
-            f"calls {name} on a bool", "torch has no such operation. Cast with .int() first."
+            f"calls {operator(name)} on a bool",
+            "torch has no such operation. Cast with .int() first.",
         )
     if rule.kind == "bits" and dtype.is_float:
         raise trace.error(
-            f"calls {name} on a float", "bits exist in integers and bools. Cast first."
+            f"calls {operator(name)} on a float", "bits exist in integers and bools. Cast first."
         )
     return [to_dtype(trace, o, dtype) for o in operands]
 

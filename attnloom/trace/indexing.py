@@ -11,7 +11,7 @@ from attnloom.ir.node import DType
 from attnloom.trace.context import Trace
 from attnloom.trace.symbols import Array, Dim, Index, NumberProxy, Symbol, plain_number
 
-_OUTSIDE = "Do this part of the indexing outside the mod and capture the result."
+_OUTSIDE = "do this part of the indexing outside the mod and capture the result."
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _index_node(trace: Trace, item: Any, dim: Dim, place: int) -> int:
     if value.dims:
         raise trace.error(
             f"indexes dimension {place} with a tensor of shape {list(value.shape)}",
-            f"an index must be a number or a scalar. {_OUTSIDE}",
+            f"an index must be a number or a scalar; {_OUTSIDE}",
         )
     if value.dtype.is_float:
         raise trace.error(
@@ -136,7 +136,7 @@ def gather(trace: Trace, base: Any, dim: int, index: Any) -> Array:
     row = trace.operand(base)
     if not isinstance(row, Array) or len(row.dims) != 1 or dim not in (0, -1):
         raise trace.error(
-            "calls torch.gather on more than a row", "Index it: t[i, j] reads one element."
+            "calls torch.gather on more than a row", "index it: t[i, j] reads one element."
         )
     return getitem(trace, base, index)
 
@@ -156,7 +156,7 @@ def embedding(trace: Trace, index: Any, weight: Any, *args: Any, **kwargs: Any) 
     for name, default in defaults.items():
         if name != "norm_type" and extra.get(name, default) is not default:
             raise trace.error(
-                f"calls embedding with {name}", "Apply it to the table outside the mod."
+                f"calls embedding with {name}", "apply it to the table outside the mod."
             )
     return getitem(trace, weight, index)
 

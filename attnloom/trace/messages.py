@@ -8,8 +8,10 @@ import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
+
+import torch
 
 ONE_AT_A_TIME = "a mod is evaluated one score at a time"
 _WHOLE = f"{ONE_AT_A_TIME}, so there is nothing to {{}}. {{}} outside and capture the result."
@@ -39,8 +41,11 @@ ADVICE: dict[str, str] = {
     ),
     **{
         name: _HOST.format("Keep it as it is and use torch functions on it.")
-        for name in ("item", "tolist", "numpy", "__array__", "__complex__", "data_ptr", "cpu")
+        for name in ("item", "tolist", "numpy", "__complex__", "data_ptr", "cpu")
     },
+    "__array__": _HOST.format(
+        "Use torch functions, and capture numpy arrays as tensors (torch.as_tensor(array))."
+    ),
     "__float__": _HOST.format(
         "Use `.float()` instead of `float()`, and torch.sqrt, torch.floor, ... instead of math's."
     ),
@@ -76,13 +81,29 @@ _NO_FUSED_FORM = (
     "attnloom has no fused form of it. Write it with elementwise functions, or compute it outside "
     "and capture the result."
 )
-_SYNTAX = {
-    "__float__": "float()",
-    "__int__": "int()",
-    "__index__": "range() or a list index",
-    "__array__": "a numpy function",
-    "__setitem__": "an assignment to an element",
-    "__contains__": "`in`",
+# What a mod does when it calls a special method.
+_PHRASES = {
+    "__float__": "calls float() or a function of `math` on a traced value",
+    "__int__": "calls int() on a traced value",
+    "__index__": "uses a traced value in range() or as the index of a list",
+    "__array__": "gives a traced value to numpy",
+    "__setitem__": "assigns to an element of a tensor",
+    "__contains__": "uses `in` on a traced value",
+}
+_OPERATORS = {
+    "neg": "`-`",
+    "__and__": "`&`",
+    "__rand__": "`&`",
+    "__or__": "`|`",
+    "__ror__": "`|`",
+    "__xor__": "`^`",
+    "__rxor__": "`^`",
+    "__invert__": "`~`",
+    "floor_divide": "`//`",
+    "__floordiv__": "`//`",
+    "__rfloordiv__": "`//`",
+    "remainder": "`%`",
+    "__rmod__": "`%`",
     "add_": "`+=` or Tensor.add_",
     "sub_": "`-=` or Tensor.sub_",
     "mul_": "`*=` or Tensor.mul_",
@@ -101,13 +122,26 @@ def advice(name: str) -> str:
     return _NO_FUSED_FORM
 
 
+def phrase(func: Callable[..., Any]) -> str:
+    """What a mod does that calls `func`, as a user would say it."""
+    special = _PHRASES.get(getattr(func, "__name__", ""))
+    return special or f"calls {display(func)} on a traced value"
+
+
+def operator(name: str) -> str:
+    """An operator's sign for the name of its function, other names as they are."""
+    return _OPERATORS.get(name, name)
+
+
 def display(func: Callable[..., Any]) -> str:
     """A torch function as users write it."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', '?')}"
-    if name in _SYNTAX:
-        return _SYNTAX[name]
+    if name in _OPERATORS and name.endswith("_"):
+        return _OPERATORS[name]
+    if name.startswith("special_"):
+        return f"torch.special.{name.removeprefix('special_')}"
     owner = getattr(func, "__objclass__", None)
     qualified = getattr(func, "__qualname__", name)
     if owner is not None or qualified.startswith(("Tensor.", "TensorBase.")):
@@ -124,6 +158,20 @@ def mod_name(mod: Any) -> str:
         mod = mod.func
     name = getattr(mod, "__qualname__", None) or type(mod).__qualname__
     return str(name).replace("<locals>.", "")
+
+
+def capture_name(mod: Any, tensor: torch.Tensor) -> str:
+    """The variable by which a mod captures `tensor`, quoted, or ''."""
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    owner = getattr(mod, "__self__", mod)
+    function = getattr(mod, "__func__", mod)
+    found: dict[str, Any] = dict(getattr(owner, "__dict__", {}))
+    if isinstance(function, FunctionType):
+        names = function.__code__.co_names
+        found |= {n: function.__globals__[n] for n in names if n in function.__globals__}
+        found |= inspect.getclosurevars(function).nonlocals
+    return next((f"'{name}' " for name, value in found.items() if value is tensor), "")
 
 
 def mod_place(mod: Any) -> str:

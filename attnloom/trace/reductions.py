@@ -186,7 +186,7 @@ def matmul(trace: Trace, x: Any, y: Any) -> Array:
         )
     if a.dtype is not b.dtype:
         raise trace.error(
-            f"multiplies {a.dtype.torch} by {b.dtype.torch} with `@`", "Cast one of them."
+            f"multiplies {a.dtype.torch} by {b.dtype.torch} with `@`", "cast one of them."
         )
     if len(b.dims) == 2:
         b = permuted(b, [1, 0])

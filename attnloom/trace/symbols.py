@@ -116,19 +116,30 @@ class Symbol(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TraceError(
-            f"a traced value was given to {getattr(func, '__name__', func)} outside the call of "
-            "its mod; a mod must not store its arguments or what it computes from them. Return "
-            "it, or compute it again."
+        raise _first_trace(args).error(
+            f"lets a traced value out, which then meets {getattr(func, '__name__', func)}",
+            "traced values mean something during the call of the mod only. Do not store them.",
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TraceError(
-            f"a traced value reached {func}, which attnloom cannot see through (torch.func "
-            "transforms and custom operators inside a mod). Write it with torch functions on "
-            "scalars, or compute it outside the mod and capture the result."
+        raise _first_trace(args).error(
+            f"gives a traced value to {func}, which attnloom cannot see into",
+            "torch.func transforms and custom operators have no place in a mod. Use torch "
+            "functions on scalars, or compute it outside and capture the result.",
         )
+
+
+def _first_trace(args: Any) -> Trace:
+    """The trace of a Symbol among the arguments of a torch function."""
+    pending = list(args)
+    while pending:
+        value = pending.pop(0)
+        if type(value) is Symbol:
+            return value.trace
+        if isinstance(value, tuple | list):
+            pending += value
+    raise TraceError("a traced value left its mod; do not store what a mod is called with.")
 
 
 class NumberProxy:

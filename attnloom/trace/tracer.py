@@ -58,7 +58,8 @@ def trace_score(
     Raises:
         TraceError: the mod does something that has no place inside a kernel.
     """
-    return captures.traced("score_mod", score_mod, score_dtype, device, _trace)
+    run = _beside_graph if torch.compiler.is_dynamo_compiling() else captures.traced
+    return run("score_mod", score_mod, score_dtype, device, _trace)
 
 
 def trace_mask(mask_mod: Callable[..., Any], device: torch.device) -> BoundProgram:
@@ -68,7 +69,12 @@ def trace_mask(mask_mod: Callable[..., Any], device: torch.device) -> BoundProgr
     Raises:
         TraceError: the mod does something that has no place inside a kernel, or returns no bool.
     """
-    return captures.traced("mask_mod", mask_mod, DType.F32, device, _trace)
+    run = _beside_graph if torch.compiler.is_dynamo_compiling() else captures.traced
+    return run("mask_mod", mask_mod, DType.F32, device, _trace)
+
+
+# Dynamo must not look into a trace: it would take the mod's Symbols for tensors of its graph.
+_beside_graph = torch._disable_dynamo(captures.traced)
 
 
 def _trace(
@@ -137,6 +143,8 @@ def _run(trace: Trace, decisions: tuple[bool, ...]) -> int:
                 "asserts a traced condition", "kernels cannot raise. Check it outside."
             ) from None
         raise
+    if trace.failure is not None:  # swallowed, as by `x += y`, which torch then tries as x + y
+        raise trace.failure
     try:
         return _output(trace, result)
     finally:
@@ -236,15 +244,13 @@ def _lower(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     name = function_name(func)
     lowering = LOWERINGS.get(name)
     for option in ("out", "inplace"):
-        if kwargs.get(option):
+        if option in kwargs and kwargs[option] is not None and kwargs[option] is not False:
             raise trace.error(
                 f"calls {messages.display(func)} with {option}=",
                 "a traced value cannot be changed in place. Use the result.",
             )
     if lowering is None:
-        raise trace.error(
-            f"calls {messages.display(func)} on a traced value", messages.advice(name)
-        )
+        raise trace.error(messages.phrase(func), messages.advice(name))
     if torch.is_grad_enabled() is not trace.grad_mode:
         raise trace.error(
             f"calls {messages.display(func)} under another grad mode than its caller's",
