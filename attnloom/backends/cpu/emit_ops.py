@@ -67,7 +67,7 @@ INT_OPS = _ARITHMETIC | {
     "mod": "v_imod({0}, {1})",
     "fmod": "v_ifmod({0}, {1})",
     "truncdiv": "v_truncdiv({0}, {1})",
-    "pow": "v_ipow({0}, {1})",
+    "pow": "v_ipow<BITS>({0}, {1})",
     "abs": "v_iabs({0})",
     "sign": "v_sign({0})",
     "min": "v_imin({0}, {1})",
@@ -160,7 +160,7 @@ def cast(source: DType, target: DType, vector: bool) -> str:
     if source is target:
         return "{0}"
     if target is DType.BOOL:
-        return f"v_ne({{0}}, {VECTOR_TYPES[source]}{{}})" if vector else "({0} != 0)"
+        return f"v_ne({{0}}, {VECTOR_TYPES[source]}{{{{}}}})" if vector else "({0} != 0)"
     if target.is_int:
         if source is DType.BOOL:
             return "mask_to_int({0})" if vector else "(i64)({0})"

@@ -24,7 +24,9 @@ template <class V, class S> INLINE V splat(S x) { return (typename LaneOf<V>::sc
 template <class V, class M> INLINE V select(M m, V a, V b) {
     return convert_mask<typename LaneOf<V>::ints>(m) ? a : b;
 }
+// Scalar conditions; `&` of two is an int.
 template <class V> INLINE V select(bool m, V a, V b) { return m ? a : b; }
+template <class V> INLINE V select(int m, V a, V b) { return m ? a : b; }
 template <class V> INLINE V lane_index() { return CONVERT(vi_iota(), V); }
 
 template <class V> INLINE vm v_eq(V a, V b) { return convert_mask<vm>(a == b); }
@@ -145,17 +147,18 @@ template <class V> INLINE V v_ifloordiv(V a, V b) {
     return select((b != zero) & (r != zero) & ((r ^ b) < zero), q - ones_of(b), q);
 }
 
-INLINE i64 v_ipow(i64 a, i64 n) {
+INLINE i64 integer_power(i64 a, i64 n) {
     if (n < 0) return a == 1 ? 1 : a == -1 ? (n & 1 ? -1 : 1) : 0;
     u64 result = 1;
     for (u64 power = (u64)a; n; n >>= 1, power *= power)
         if (n & 1) result *= power;
     return (i64)result;
 }
-template <class V> NOINLINE V v_ipow(V a, V n) {
+template <int BITS> INLINE i64 v_ipow(i64 a, i64 n) { return integer_power(a, n); }
+template <int BITS, class V> NOINLINE V v_ipow(V a, V n) {
     for (int l = 0; l < W; l++) {
-        const i64 power = v_ipow((i64)a[l], (i64)n[l]);
-        if (power != (ilane)power) narrow_overflow() = 1;
+        const i64 power = integer_power(a[l], n[l]);
+        if (BITS == 64 && power != (ilane)power) narrow_overflow() = 1;
         a[l] = (ilane)power;
     }
     return a;
