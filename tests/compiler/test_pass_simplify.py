@@ -136,6 +136,26 @@ def test_inexact_division_is_hoisted() -> None:
     assert _lines(divide, exact=False) == "mul(score, reciprocal(load(h)))"
 
 
+def test_what_reaches_a_jump_is_never_inexact() -> None:
+    """49 * (1 / 49) is below 1 in float32: a reciprocal would move the mask's edge, or a bucket."""
+
+    def threshold(b: Builder, s: int, q: int, k: int, f: int) -> int:
+        ratio = b.node("div", b.cast(q, F32), _c(b, 49.0))
+        return b.node("ge", ratio, _c(b, 1.0))
+
+    def bucket(b: Builder, s: int, q: int, k: int, f: int) -> int:
+        ratio = b.node("div", b.node("log", b.cast(q, F32)), _c(b, 2.7725887))
+        return b.load(0, b.cast(b.node("mul", ratio, _c(b, 4.0)), I64))
+
+    def smooth(b: Builder, s: int, q: int, k: int, f: int) -> int:
+        return b.node("where", f, b.node("div", s, _c(b, 49.0)), s)
+
+    assert "div(" in _lines(threshold, exact=False)
+    assert "div(" in _lines(bucket, exact=False)
+    assert "div(" in _lines(smooth, exact=True)
+    assert "div(" not in _lines(smooth, exact=False)
+
+
 def test_operands_in_either_order_are_shared() -> None:
     b = Builder()
     q, k = b.input("q"), b.input("kv")

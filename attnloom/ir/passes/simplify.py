@@ -15,7 +15,9 @@ Exact, always done (equal bit for bit in the node's type, NaN payloads aside):
 
 Inexact, only when exact=False (off by a rounding or by the sign of a zero):
     x + 0.0, 0.0 - x; division by a value that varies along fewer positions than the dividend
-    becomes multiplication by its reciprocal, which placement then hoists.
+    becomes multiplication by its reciprocal, which placement then hoists. Never in a value that
+    reaches a comparison, a rounding or a cast to an integer: there an ulp can move a mask's edge or
+    a position's bucket.
 
 Not done, because a NaN, an infinity or a rounding would change: float x * 0, x - x, x / x,
 reassociation, distribution, log of exp. Reductions are left as they are.
@@ -26,14 +28,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attnloom.ir.builder import Builder
-from attnloom.ir.interpret import interpret
-from attnloom.ir.node import Axes, BoundProgram, DType, Node, Program
-from attnloom.ir.ops import OPS
+from attnloom.ir.node import Axes, DType, Program
 
 _MAX_ROUNDS = 4  # one does nearly all; a rewrite late in a program may enable one earlier
 _BOTH = Axes.Q | Axes.KV
 _INVERSE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
-_COMMUTATIVE = frozenset({"add", "mul", "and", "or", "xor", "eq", "ne"})
+_JUMPS = frozenset("floor ceil round trunc sign mod fmod floordiv truncdiv".split())
 
 
 def simplify(program: Program, exact: bool = True) -> Program:
@@ -52,95 +52,27 @@ def simplify(program: Program, exact: bool = True) -> Program:
 
 
 def _once(program: Program, exact: bool) -> Program:
-    rewrite = _Rewrite(Builder.like(program), exact)
+    rewrite = Rewrite(Builder.like(program), RULES)
+    rigid = [True] * len(program.nodes) if exact else _rigid(program)
     new: list[int] = []
-    for node in program.nodes:
+    for index, node in enumerate(program.nodes):
+        rewrite.exact = rigid[index]
         new.append(rewrite.remake(node, tuple(new[a] for a in node.args)))
     return rewrite.build.finish(*(new[i] for i in program.outputs))
 
 
-class _Rewrite:
-    """The program being made. `make` simplifies each node against those that exist."""
-
-    def __init__(self, build: Builder, exact: bool) -> None:
-        self.build, self.exact = build, exact
-
-    def remake(self, node: Node, args: tuple[int, ...]) -> int:
-        if node.op == "cast":
-            return self.cast(args[0], node.dtype)
-        if node.op in OPS:
-            return self.make(node.op, *args)
-        return self.build.copy(node, args)
-
-    def make(self, op: str, *args: int) -> int:
-        if op in _COMMUTATIVE:
-            # Constants go last, so that the rules need to look at one side only.
-            args = tuple(sorted(args, key=lambda a: (self.node(a).op == "const", a)))
-        if all(self.node(a).op == "const" for a in args):
-            return self._fold(op, args)
-        rule = RULES.get(op)
-        found = rule(self, *args) if rule else None
-        return self.build.node(op, *args) if found is None else found
-
-    def cast(self, x: int, dtype: DType) -> int:
-        source = self.node(x)
-        if source.op == "const":
-            return self._fold("cast", (x,), dtype)
-        if source.op == "cast" and _keeps_values(self.dtype(source.args[0]), source.dtype):
-            return self.cast(source.args[0], dtype)
-        return self.build.cast(x, dtype)
-
-    def node(self, i: int) -> Node:
-        return self.build.nodes[i]
-
-    def dtype(self, i: int) -> DType:
-        return self.build.dtype(i)
-
-    def is_float(self, i: int) -> bool:
-        return self.dtype(i).is_float
-
-    def const(self, value: bool | int | float, like: int) -> int:
-        return self.build.const(value, self.dtype(like))
-
-    def value(self, i: int) -> bool | int | float | None:
-        """The value of a constant, None for any other node."""
-        node = self.node(i)
-        return node.attr if node.op == "const" else None  # type: ignore[return-value]
-
-    def is_value(self, i: int, value: float) -> bool:
-        """Whether i is this constant, told apart by the sign of zero."""
-        found = self.value(i)
-        return found is not None and found == value and str(found)[0:1] == str(value)[0:1]
-
-    def operand(self, i: int, op: str) -> int | None:
-        """The operand of i if i is a unary `op`."""
-        node = self.node(i)
-        return node.args[0] if node.op == op else None
-
-    def _fold(self, op: str, args: tuple[int, ...], dtype: DType | None = None) -> int:
-        one = Builder()
-        values = [one.const(self.value(a), self.dtype(a)) for a in args]  # type: ignore[arg-type]
-        result = one.node(op, *values, dtype=dtype)
-        program = one.finish(result)
-        return self.build.const(interpret(BoundProgram(program), {})[0].item(), one.dtype(result))
+def _rigid(program: Program) -> list[bool]:
+    """For each node, whether something that jumps depends on it."""
+    rigid = [False] * len(program.nodes)
+    for index in range(len(program.nodes) - 1, -1, -1):
+        node = program.nodes[index]
+        if node.op in _JUMPS or not node.dtype.is_float or rigid[index]:
+            for arg in node.args:
+                rigid[arg] = True
+    return rigid
 
 
-_WIDTH = {DType.BOOL: 1, DType.U8: 8, DType.I8: 7, DType.I16: 15, DType.I32: 31, DType.I64: 63}
-_MANTISSA = {DType.F32: 24, DType.F64: 53}
-
-
-def _keeps_values(source: DType, target: DType) -> bool:
-    """Whether every value of `source` survives a cast to `target`."""
-    if source.is_float:
-        return source is target or target is DType.F64
-    if target.is_float:
-        return _WIDTH[source] <= _MANTISSA[target]
-    if source is DType.U8 or source is DType.BOOL:
-        return _WIDTH[source] <= _WIDTH[target]
-    return target not in (DType.U8, DType.BOOL) and _WIDTH[source] <= _WIDTH[target]
-
-
-def _add(r: _Rewrite, a: int, b: int) -> int | None:
+def _add(r: Rewrite, a: int, b: int) -> int | None:
     if r.is_value(b, -0.0 if r.is_float(b) else 0):
         return a
     if r.is_float(b):
@@ -157,7 +89,7 @@ def _add(r: _Rewrite, a: int, b: int) -> int | None:
     return None
 
 
-def _sub(r: _Rewrite, a: int, b: int) -> int | None:
+def _sub(r: Rewrite, a: int, b: int) -> int | None:
     if r.is_value(b, 0.0 if r.is_float(b) else 0):
         return a
     negated = r.operand(b, "neg")
@@ -172,7 +104,7 @@ def _sub(r: _Rewrite, a: int, b: int) -> int | None:
     return None
 
 
-def _mul(r: _Rewrite, a: int, b: int) -> int | None:
+def _mul(r: Rewrite, a: int, b: int) -> int | None:
     factor = r.value(b)
     if factor is not None:
         if factor == 1:
@@ -185,7 +117,7 @@ def _mul(r: _Rewrite, a: int, b: int) -> int | None:
     return r.make("mul", left, right) if left is not None and right is not None else None
 
 
-def _div(r: _Rewrite, a: int, b: int) -> int | None:
+def _div(r: Rewrite, a: int, b: int) -> int | None:
     divisor = r.value(b)
     if divisor is not None and _is_power_of_two(divisor):
         return r.make("mul", a, r.const(1.0 / float(divisor), b))
@@ -203,7 +135,7 @@ def _is_power_of_two(value: float) -> bool:
     return 2.0**-64 <= size <= 2.0**64 and float(size).hex().split("p")[0] == "0x1.0000000000000"
 
 
-def _floordiv(r: _Rewrite, a: int, b: int) -> int | None:
+def _floordiv(r: Rewrite, a: int, b: int) -> int | None:
     divisor = r.value(b)
     if r.is_float(a) or divisor is None or divisor <= 0 or not _is_power_of_two(divisor):
         return None
@@ -212,18 +144,18 @@ def _floordiv(r: _Rewrite, a: int, b: int) -> int | None:
     return r.make("shr", a, r.const(int(divisor).bit_length() - 1, a))
 
 
-def _mod(r: _Rewrite, a: int, b: int) -> int | None:
+def _mod(r: Rewrite, a: int, b: int) -> int | None:
     divisor = r.value(b)
     if r.is_float(a) or divisor is None or divisor <= 0 or not _is_power_of_two(divisor):
         return None
     return r.make("and", a, r.const(int(divisor) - 1, a))
 
 
-def _truncdiv(r: _Rewrite, a: int, b: int) -> int | None:
+def _truncdiv(r: Rewrite, a: int, b: int) -> int | None:
     return a if r.value(b) == 1 and not r.is_float(a) else None
 
 
-def _pow(r: _Rewrite, a: int, b: int) -> int | None:
+def _pow(r: Rewrite, a: int, b: int) -> int | None:
     exponent = r.value(b)
     if exponent is None:
         return None
@@ -233,11 +165,11 @@ def _pow(r: _Rewrite, a: int, b: int) -> int | None:
     return make(r, a)
 
 
-def _square(r: _Rewrite, a: int) -> int:
+def _square(r: Rewrite, a: int) -> int:
     return r.make("mul", a, a)
 
 
-_POWERS: dict[float, Callable[[_Rewrite, int], int]] = {
+_POWERS: dict[float, Callable[[Rewrite, int], int]] = {
     0: lambda r, a: r.const(1, a),
     1: lambda _, a: a,
     2: _square,
@@ -249,26 +181,26 @@ _POWERS: dict[float, Callable[[_Rewrite, int], int]] = {
 }
 
 
-def _neg(r: _Rewrite, a: int) -> int | None:
+def _neg(r: Rewrite, a: int) -> int | None:
     return r.operand(a, "neg")
 
 
-def _abs(r: _Rewrite, a: int) -> int | None:
+def _abs(r: Rewrite, a: int) -> int | None:
     if r.node(a).op == "abs" and r.dtype(a).is_float:
         return a
     negated = r.operand(a, "neg")
     return r.make("abs", negated) if negated is not None and r.is_float(a) else None
 
 
-def _rounding(r: _Rewrite, a: int) -> int | None:
+def _rounding(r: Rewrite, a: int) -> int | None:
     return a if not r.is_float(a) or r.node(a).op in ("floor", "ceil", "round", "trunc") else None
 
 
-def _idempotent(_: _Rewrite, a: int, b: int) -> int | None:
+def _idempotent(_: Rewrite, a: int, b: int) -> int | None:
     return a if a == b else None
 
 
-def _and(r: _Rewrite, a: int, b: int) -> int | None:
+def _and(r: Rewrite, a: int, b: int) -> int | None:
     mask = r.value(b)
     if mask is not None and mask == _ones(r, b):
         return a
@@ -277,7 +209,7 @@ def _and(r: _Rewrite, a: int, b: int) -> int | None:
     return r.const(0, a) if _opposite(r, a, b) else None
 
 
-def _or(r: _Rewrite, a: int, b: int) -> int | None:
+def _or(r: Rewrite, a: int, b: int) -> int | None:
     mask = r.value(b)
     if a == b or (mask is not None and mask == 0):
         return a
@@ -286,7 +218,7 @@ def _or(r: _Rewrite, a: int, b: int) -> int | None:
     return r.const(_ones(r, a), a) if _opposite(r, a, b) else None
 
 
-def _xor(r: _Rewrite, a: int, b: int) -> int | None:
+def _xor(r: Rewrite, a: int, b: int) -> int | None:
     mask = r.value(b)
     if a == b:
         return r.const(0, a)
@@ -295,11 +227,11 @@ def _xor(r: _Rewrite, a: int, b: int) -> int | None:
     return r.make("not", a) if mask is not None and mask == _ones(r, b) else None
 
 
-def _ones(r: _Rewrite, i: int) -> int:
+def _ones(r: Rewrite, i: int) -> int:
     return {DType.BOOL: 1, DType.U8: 255}.get(r.dtype(i), -1)
 
 
-def _opposite(r: _Rewrite, a: int, b: int) -> bool:
+def _opposite(r: Rewrite, a: int, b: int) -> bool:
     left, right = r.node(a), r.node(b)
     inverse = left.args == right.args and _INVERSE.get(left.op) == right.op
     if inverse and (left.op in ("eq", "ne") or not r.is_float(left.args[0])):
@@ -307,7 +239,7 @@ def _opposite(r: _Rewrite, a: int, b: int) -> bool:
     return r.operand(a, "not") == b or r.operand(b, "not") == a
 
 
-def _not(r: _Rewrite, a: int) -> int | None:
+def _not(r: Rewrite, a: int) -> int | None:
     inner = r.operand(a, "not")
     if inner is not None:
         return inner
@@ -317,10 +249,10 @@ def _not(r: _Rewrite, a: int) -> int | None:
     return None
 
 
-def _compare(op: str, same: bool) -> Callable[[_Rewrite, int, int], int | None]:
+def _compare(op: str, same: bool) -> Callable[[Rewrite, int, int], int | None]:
     """same: what `x op x` gives, unless x may be NaN."""
 
-    def rule(r: _Rewrite, a: int, b: int) -> int | None:
+    def rule(r: Rewrite, a: int, b: int) -> int | None:
         if a == b and (not r.is_float(a) or op in ("lt", "gt")):
             return r.build.const(same, DType.BOOL)
         if a == b and op == "ne":
@@ -335,7 +267,7 @@ def _compare(op: str, same: bool) -> Callable[[_Rewrite, int, int], int | None]:
     return rule
 
 
-def _where(r: _Rewrite, c: int, a: int, b: int) -> int | None:
+def _where(r: Rewrite, c: int, a: int, b: int) -> int | None:
     condition = r.value(c)
     if condition is not None:
         return a if condition else b
@@ -352,7 +284,7 @@ def _where(r: _Rewrite, c: int, a: int, b: int) -> int | None:
     return _where_bool(r, c, a, b) if r.dtype(a) is DType.BOOL else None
 
 
-def _where_bool(r: _Rewrite, c: int, a: int, b: int) -> int | None:
+def _where_bool(r: Rewrite, c: int, a: int, b: int) -> int | None:
     for arm, other, true, false in ((a, b, "or", "and"), (b, a, "or", "and")):
         value = r.value(arm)
         if value is not None:
