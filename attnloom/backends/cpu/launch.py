@@ -76,8 +76,8 @@ class CpuBackend:
         query, key, value = (unit_stride(t) for t in (call.query, call.key, call.value))
         batch, heads, q_len, _ = query.shape
         real = compute_type(query.dtype, key.dtype, value.dtype)
-        out = torch.empty((batch, heads, q_len, value.size(3)), dtype=query.dtype)
-        lse = torch.empty((batch, heads, q_len), dtype=real.torch)
+        out = torch.empty((batch, heads, q_len, value.size(3)), dtype=query.dtype, device="cpu")
+        lse = torch.empty((batch, heads, q_len), dtype=real.torch, device="cpu")
         max_scores = torch.empty_like(lse) if want_max_scores else None
         operands = [operand(t, batch) for t in (query, key, value, out)] + [()] * 4
         rows = (lse.data_ptr(), 0 if max_scores is None else max_scores.data_ptr(), 0)
@@ -100,7 +100,9 @@ class CpuBackend:
         out, dout = unit_stride(out), unit_stride(dout.to(query.dtype))
         lse = lse.to(real.torch).contiguous()
         dlse = None if dlse is None else dlse.to(real.torch).contiguous()
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value))
+        dq, dk, dv = (
+            torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (query, key, value)
+        )
         operands = [operand(t, batch) for t in (query, key, value, out, dout, dq)]
         operands += [operand(t, kv_batch) for t in (dk, dv)]
         rows = (lse.data_ptr(), 0, 0 if dlse is None else dlse.data_ptr())
@@ -121,7 +123,7 @@ class _CapturedGradients:
             return
         for slot, copies in plan.copies.items():
             shape = call.score.tensors[slot].shape
-            self.buffers[slot] = torch.zeros((copies, *shape), dtype=real.torch)
+            self.buffers[slot] = torch.zeros((copies, *shape), dtype=real.torch, device="cpu")
         bound = [b for b in (call.score, call.mask) if b is not None]
         width = sum(len(b.tensors) for b in bound)
         rows = []
@@ -169,7 +171,7 @@ def _launch(
 
 def _run(kernel: Kernel, arguments: Arguments) -> int:
     num_bytes = kernel.workspace(arguments.address)
-    workspace = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    workspace = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8, device="cpu")
     address = workspace.data_ptr()
     arguments.set_workspace(address + -address % _ALIGNMENT)
     return kernel.run(arguments.address)
