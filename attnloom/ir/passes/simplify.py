@@ -29,6 +29,7 @@ from collections.abc import Callable
 
 from attnloom.ir.builder import Builder
 from attnloom.ir.node import Axes, DType, Program
+from attnloom.ir.passes.rewrite import Rewrite
 
 _MAX_ROUNDS = 4  # one does nearly all; a rewrite late in a program may enable one earlier
 _BOTH = Axes.Q | Axes.KV
