@@ -105,8 +105,11 @@ def _attention(
     batch, heads = query.shape[:2]
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     key, value = (_one_per_query_head(x, batch, heads) for x in (key, value))
+    live = _live(mask_mod, blocks, query, key)
+    # A key that no query sees may hold anything, NaN too.
+    seen = live.any(dim=-2)[..., None]
+    key, value = (torch.where(seen, x, 0.0) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * scale  # [B, Hq, Q_LEN, KV_LEN]
-    live = _live(mask_mod, blocks, scores)
     return _softmax(_modified(scores, score_mod, live), value)
 
 
@@ -133,15 +136,18 @@ def _softmax(scores: torch.Tensor, value: torch.Tensor) -> ReferenceOutput:
     return ReferenceOutput((weights / l_i[..., None]) @ value, lse, m_i)
 
 
-def _live(mask_mod: Mod | None, blocks: BlockLists | None, scores: torch.Tensor) -> torch.Tensor:
+def _live(
+    mask_mod: Mod | None, blocks: BlockLists | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
     """[B, Hq, Q_LEN, KV_LEN] bool: which scores take part."""
+    shape = torch.Size((*query.shape[:3], key.shape[2]))
+    asked = torch.ones(shape, dtype=torch.bool, device=query.device)
     if mask_mod is None and blocks is None:
-        return torch.ones_like(scores, dtype=torch.bool)
-    asked = torch.ones_like(scores, dtype=torch.bool)
+        return asked
     live = torch.zeros_like(asked)
     q_offset = kv_offset = 0
     if blocks is not None:
-        partial, live = (_expand_tiles(blocks, kind, scores.shape) for kind in (1, 0))
+        partial, live = (_expand_tiles(blocks, kind, shape) for kind in (1, 0))
         asked, q_offset, kv_offset = partial & ~live, blocks.q_offset, blocks.kv_offset
     if mask_mod is None:
         return live | asked
