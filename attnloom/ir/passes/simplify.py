@@ -15,9 +15,9 @@ Exact, always done (equal bit for bit in the node's type, NaN payloads aside):
 
 Inexact, only when exact=False (off by a rounding or by the sign of a zero):
     x + 0.0, 0.0 - x; division by a value that varies along fewer positions than the dividend
-    becomes multiplication by its reciprocal, which placement then hoists. Never in a value that
-    reaches a comparison, a rounding or a cast to an integer: there an ulp can move a mask's edge or
-    a position's bucket.
+    becomes multiplication by its reciprocal, which placement then hoists. Only where
+    `tolerance.py` allows it: in a value that reaches a comparison or a rounding, an ulp can move a
+    mask's edge or a position's bucket.
 
 Not done, because a NaN, an infinity or a rounding would change: float x * 0, x - x, x / x,
 reassociation, distribution, log of exp. Reductions are left as they are.
@@ -30,11 +30,11 @@ from collections.abc import Callable
 from attnloom.ir.builder import Builder
 from attnloom.ir.node import Axes, DType, Program
 from attnloom.ir.passes.rewrite import Rewrite
+from attnloom.ir.passes.tolerance import tolerant_nodes
 
 _MAX_ROUNDS = 4  # one does nearly all; a rewrite late in a program may enable one earlier
 _BOTH = Axes.Q | Axes.KV
 _INVERSE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
-_JUMPS = frozenset("floor ceil round trunc sign mod fmod floordiv truncdiv".split())
 
 
 def simplify(program: Program, exact: bool = True) -> Program:
@@ -54,23 +54,12 @@ def simplify(program: Program, exact: bool = True) -> Program:
 
 def _once(program: Program, exact: bool) -> Program:
     rewrite = Rewrite(Builder.like(program), RULES)
-    rigid = [True] * len(program.nodes) if exact else _rigid(program)
+    tolerant = (False,) * len(program.nodes) if exact else tolerant_nodes(program)
     new: list[int] = []
     for index, node in enumerate(program.nodes):
-        rewrite.exact = rigid[index]
+        rewrite.exact = not tolerant[index]
         new.append(rewrite.remake(node, tuple(new[a] for a in node.args)))
     return rewrite.build.finish(*(new[i] for i in program.outputs))
-
-
-def _rigid(program: Program) -> list[bool]:
-    """For each node, whether something that jumps depends on it."""
-    rigid = [False] * len(program.nodes)
-    for index in range(len(program.nodes) - 1, -1, -1):
-        node = program.nodes[index]
-        if node.op in _JUMPS or not node.dtype.is_float or rigid[index]:
-            for arg in node.args:
-                rigid[arg] = True
-    return rigid
 
 
 def _add(r: Rewrite, a: int, b: int) -> int | None:
