@@ -57,7 +57,7 @@ def cast_operands(trace: Trace, name: str, rule: Rule, operands: list[Operand]) 
     if rule.kind == "same" and dtype is DType.BOOL:
         raise trace.error(
             f"calls {operator(name)} on a bool",
-            "torch has no such operation. Cast with .int() first.",
+            "kernels do arithmetic on numbers. Cast with .int() first.",
         )
     if rule.kind == "bits" and dtype.is_float:
         raise trace.error(

@@ -25,7 +25,9 @@ Lowering = Callable[..., Any]
 def add(name: str, ir: str, swap: bool = False) -> Lowering:
     def lower(trace: Trace, x: Any, other: Any, *, alpha: Any = None) -> Array:
         if alpha is not None:
-            other = apply(trace, name, Rule(op("mul"), "any"), other, alpha)
+            dtype = trace.promote(trace.operand(x), trace.operand(other))
+            factors = [to_dtype(trace, trace.operand(v), dtype) for v in (other, alpha)]
+            other = ew.map_arrays(trace, op("mul"), factors)
         first, second = (other, x) if swap else (x, other)
         kind = "any" if ir == "add" else "same"
         return apply(trace, name, Rule(op(ir), kind), first, second)
@@ -34,11 +36,16 @@ def add(name: str, ir: str, swap: bool = False) -> Lowering:
 
 
 def divide(trace: Trace, x: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
-    rule = {
+    rules = {
         None: Rule(op("div"), "real"),
         "floor": Rule(op("floordiv")),
         "trunc": Rule(op("truncdiv")),
-    }[rounding_mode]
+    }
+    rule = rules.get(rounding_mode)
+    if rule is None:
+        raise trace.error(
+            f"divides with rounding_mode={rounding_mode!r}", "torch has None, 'floor' and 'trunc'."
+        )
     return apply(trace, "torch.div", rule, x, other)
 
 
@@ -53,12 +60,8 @@ def power(trace: Trace, x: Any, exponent: Any) -> Array:
         raise trace.error(
             f"raises an integer to the power {value}", "torch has no such result. Use floats."
         )
-    base = to_dtype(trace, operand, DType.I64 if dtype is DType.BOOL else dtype)
-
-    def emit(b: Builder, node: int) -> int:
-        return _power(b, node, value)
-
-    return ew.map_arrays(trace, emit, [base])
+    rule = Rule(lambda b, node: _power(b, node, value))
+    return apply(trace, "**", rule, to_dtype(trace, operand, dtype))
 
 
 def _power(b: Builder, x: int, exponent: int | float) -> int:
@@ -126,6 +129,10 @@ def hardtanh(trace: Trace, x: Any, min_val: Any = -1.0, max_val: Any = 1.0, **_:
 
 
 def gelu(trace: Trace, x: Any, approximate: str = "none") -> Array:
+    if approximate not in ("none", "tanh"):
+        raise trace.error(
+            f"calls gelu with approximate={approximate!r}", "torch has none and tanh."
+        )
     emit = ew.gelu_tanh if approximate == "tanh" else ew.gelu
     return apply(trace, "gelu", Rule(emit, "real"), x)
 

@@ -163,7 +163,10 @@ def max_or_reduce(kind: str) -> Callable[..., Array]:
 
 def _logical(kind: str) -> Callable[..., Array]:
     def reduce_logical(trace: Trace, x: Any, dim: Any = None, keepdim: bool = False) -> Array:
-        return _reduce(trace, kind, to_bool(trace, trace.operand(x)), dim, keepdim)
+        array = _vector(trace, x)
+        result = _reduce(trace, kind, to_bool(trace, array), dim, keepdim)
+        # torch keeps uint8, which once stood for bool.
+        return to_dtype(trace, result, DType.U8) if array.dtype is DType.U8 else result
 
     return reduce_logical
 

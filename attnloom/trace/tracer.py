@@ -253,7 +253,7 @@ def _lower(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         raise trace.error(messages.phrase(func), messages.advice(name))
     if torch.is_grad_enabled() is not trace.grad_mode:
         raise trace.error(
-            f"calls {messages.display(func)} under another grad mode than its caller's",
+            "computes under another grad mode than its caller's (torch.no_grad() in the mod)",
             "kernels differentiate the whole mod. Detach captured tensors outside instead.",
         )
     kwargs = {k: v for k, v in kwargs.items() if k not in ("out", "inplace")}
