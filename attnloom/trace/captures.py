@@ -35,7 +35,7 @@ from attnloom.trace.symbols import NumberProxy
 TraceFunction = Callable[[Kind, Any, DType, torch.device], tuple[BoundProgram, Trace]]
 MAX_KEYS = 1024
 MAX_TEMPLATES = 16  # for one key: values of numbers that a trace depends on
-_MAX_DEPTH = 8
+_MAX_ENTRIES = 512
 _MAX_CODES = 4096
 
 _BUILTINS = vars(builtins)
@@ -59,11 +59,13 @@ class _Captures:
     """What a mod depends on, in a fixed order of visit.
 
     key: everything but the values of numbers and the identity of tensors.
+    functions: order of first visit, by identity; a function is visited once.
     """
 
     key: list[Any] = field(default_factory=list)
     numbers: list[int | float] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    functions: dict[int, int] = field(default_factory=dict)
 
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(t.shape) for t in self.tensors)
@@ -188,7 +190,7 @@ def _number_origins(
     proxies changed anything."""
     proxies = [NumberProxy(value, place) for place, value in enumerate(captures.numbers)]
     try:
-        twin_mod = _with_numbers(mod, iter(proxies), 0)
+        twin_mod = _with_numbers(mod, iter(proxies), {})
         twin, twin_record = trace(record.kind, twin_mod, record.score_dtype, record.device)
     except Exception:  # the mod does with its numbers what a proxy cannot, which is no error
         return None
@@ -213,7 +215,7 @@ def _number_origins(
 def _captures(mod: Any) -> _Captures | None:
     found = _Captures()
     try:
-        _visit(mod, found, 0)
+        _visit(mod, found)
     except _UnrecognisedError:
         return None
     tensors = found.tensors
@@ -223,7 +225,7 @@ def _captures(mod: Any) -> _Captures | None:
     return found
 
 
-def _visit(value: Any, found: _Captures, depth: int) -> None:
+def _visit(value: Any, found: _Captures) -> None:
     kind = type(value)
     if kind is float:
         found.numbers.append(value)
@@ -236,11 +238,11 @@ def _visit(value: Any, found: _Captures, depth: int) -> None:
         found.tensors.append(value)
         found.key.append(_tensor_key(value))
     elif kind is FunctionType:
-        _visit_function(value, found, depth)
+        _visit_function(value, found)
     elif kind in _PLAIN_TYPES:
         found.key.append((kind, value))
     elif kind is functools.partial:
-        _visit_partial(value, found, depth)
+        _visit_partial(value, found)
     elif _is_stateless(value, kind):
         found.key.append(value)
     else:
@@ -267,9 +269,13 @@ def _is_stateless(value: Any, kind: type) -> bool:
     return kind is type and value in _PURE_BUILTINS
 
 
-def _visit_function(function: FunctionType, found: _Captures, depth: int) -> None:
-    if depth > _MAX_DEPTH or function.__dict__:
+def _visit_function(function: FunctionType, found: _Captures) -> None:
+    if function.__dict__ or len(found.key) > _MAX_ENTRIES:
         raise _UnrecognisedError
+    seen = found.functions.setdefault(id(function), len(found.functions))
+    if seen != len(found.functions) - 1:
+        found.key.append(seen)
+        return
     code = function.__code__
     if code.co_filename.startswith(_TORCH_FOLDER):
         found.key.append(function)
@@ -279,15 +285,15 @@ def _visit_function(function: FunctionType, found: _Captures, depth: int) -> Non
         raise _UnrecognisedError
     found.key.append(facts)
     for cell in function.__closure__ or ():
-        _visit(_contents(cell), found, depth + 1)
+        _visit(_contents(cell), found)
     for value in function.__defaults__ or ():
-        _visit(value, found, depth + 1)
+        _visit(value, found)
     if function.__kwdefaults__:
         for name, value in function.__kwdefaults__.items():
             found.key.append(name)
-            _visit(value, found, depth + 1)
+            _visit(value, found)
     for value in _globals_of(function, facts):
-        _visit(value, found, depth + 1)
+        _visit(value, found)
 
 
 _TORCH_FOLDER = torch.__path__[0]
@@ -309,11 +315,11 @@ def _globals_of(function: FunctionType, facts: CodeFacts) -> Iterator[Any]:
         yield value
 
 
-def _visit_partial(partial: functools.partial[Any], found: _Captures, depth: int) -> None:
+def _visit_partial(partial: functools.partial[Any], found: _Captures) -> None:
     found.key.append(("partial", len(partial.args), tuple(partial.keywords)))
-    _visit(partial.func, found, depth + 1)
+    _visit(partial.func, found)
     for value in (*partial.args, *partial.keywords.values()):
-        _visit(value, found, depth + 1)
+        _visit(value, found)
 
 
 def _remember(code: CodeType) -> CodeFacts:
@@ -325,29 +331,33 @@ def _remember(code: CodeType) -> CodeFacts:
     return facts
 
 
-def _with_numbers(value: Any, proxies: Iterator[NumberProxy], depth: int) -> Any:
+def _with_numbers(value: Any, proxies: Iterator[NumberProxy], twins: dict[int, Any]) -> Any:
     """`value` with a proxy for each number that `_visit` finds in it."""
     kind = type(value)
     if kind is float or kind is int:
         return next(proxies)
     if kind is functools.partial:
-        function = _with_numbers(value.func, proxies, depth + 1)
-        args = [_with_numbers(v, proxies, depth + 1) for v in value.args]
-        named = {k: _with_numbers(v, proxies, depth + 1) for k, v in value.keywords.items()}
+        function = _with_numbers(value.func, proxies, twins)
+        args = [_with_numbers(v, proxies, twins) for v in value.args]
+        named = {k: _with_numbers(v, proxies, twins) for k, v in value.keywords.items()}
         return functools.partial(function, *args, **named)
     if kind is not FunctionType or value.__code__.co_filename.startswith(_TORCH_FOLDER):
         return value
+    if id(value) in twins:
+        if twins[id(value)] is None:  # a function that reaches itself
+            raise _UnrecognisedError
+        return twins[id(value)]
+    twins[id(value)] = None
     cells = tuple(
-        CellType(_with_numbers(_contents(c), proxies, depth + 1)) for c in value.__closure__ or ()
+        CellType(_with_numbers(_contents(c), proxies, twins)) for c in value.__closure__ or ()
     )
-    defaults = tuple(_with_numbers(v, proxies, depth + 1) for v in value.__defaults__ or ())
-    named = {
-        k: _with_numbers(v, proxies, depth + 1) for k, v in (value.__kwdefaults__ or {}).items()
-    }
+    defaults = tuple(_with_numbers(v, proxies, twins) for v in value.__defaults__ or ())
+    named = {k: _with_numbers(v, proxies, twins) for k, v in (value.__kwdefaults__ or {}).items()}
     facts = _codes.get(id(value.__code__)) or _remember(value.__code__)
     space = dict(value.__globals__)
     for name, found in zip(facts.global_names, _globals_of(value, facts), strict=True):
-        space[name] = _with_numbers(found, proxies, depth + 1)
+        space[name] = _with_numbers(found, proxies, twins)
     twin = FunctionType(value.__code__, space, value.__name__, defaults or None, cells or None)
     twin.__kwdefaults__ = named or None
+    twins[id(value)] = twin
     return twin

@@ -114,8 +114,8 @@ SCORE_ERRORS: list[tuple[Any, str]] = [
      "score at a time and returns the changed score, a scalar. Index it down to a scalar, or "
      "reduce it."),
     (lambda s, b, h, q, kv: float(s), "calls float() or a function of `math` on a traced value; "
-     "its value exists only inside the kernel. Use `.float()` instead of `float()`, and torch.sqrt, "
-     "torch.floor, ... instead of math's."),
+     "its value exists only inside the kernel. Use `.float()` instead of `float()`, and "
+     "torch.sqrt, torch.floor, ... instead of math's."),
     (lambda s, b, h, q, kv: math.sqrt(s), "calls float() or a function of `math` on a traced"),
     (lambda s, b, h, q, kv: s + int(q), "calls int() on a traced value; its value exists only "
      "inside the kernel. Use `.long()` instead of `int()`."),
@@ -157,8 +157,8 @@ SCORE_ERRORS: list[tuple[Any, str]] = [
     (lambda s, b, h, q, kv: s + table[q][1:3].sum(), "takes [1:3] of a traced row; do this part of "
      "the indexing outside the mod and capture the result."),
     (lambda s, b, h, q, kv: s + long_row[q].sum(), "reduces 300 elements (shape [300]); a "
-     "reduction runs once a score and may have 256 elements at most. Reduce outside, or fold the sum into "
-     "the query and key as extra head dimensions."),
+     "reduction runs once a score and may have 256 elements at most. Reduce outside, or fold the "
+     "sum into the query and key as extra head dimensions."),
     (lambda s, b, h, q, kv: s + table[q].max(0).values, "calls torch.max with a dimension, which "
      "also returns indices; use torch.amax(x, dim)."),
     (lambda s, b, h, q, kv: s if table[q] else 0, "asks for the truth of a vector [4]; use .any() "

@@ -174,6 +174,22 @@ def test_helpers_are_followed():
     assert _value(_score(make(lambda s: -s))) == -0.5
 
 
+def test_helpers_may_reach_each_other():
+    """Visiting what a mod depends on ends, and stays linear, whatever calls what."""
+
+    def make(scale: float) -> Any:
+        def down(x, n):
+            return x * scale if n == 0 else up(x, n - 1)
+
+        def up(x, n):
+            return x + 1 if n == 0 else down(x, n - 1)
+
+        return lambda s, b, h, q, kv: up(s, 3) + down(s, 0) + up(s, 0)
+
+    values = [_value(_score(make(scale))) for scale in (2.0, 3.0, 4.0, 2.0)]
+    assert values == [1.5 * scale * 2 + 2.5 for scale in (2.0, 3.0, 4.0, 2.0)]
+
+
 def test_two_captures_may_be_one_object():
     def make(a: torch.Tensor, c: torch.Tensor) -> Any:
         return lambda s, b, h, q, kv: s + a[q] - c[kv]
