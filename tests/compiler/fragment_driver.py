@@ -6,6 +6,7 @@ Several programs share one compilation: each set of fragments lives in a namespa
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,10 @@ def native_target() -> tuple[str, ...]:
     tools = toolchain.available()
     assert tools is not None
     return tools.flags()[-1:]
+
+
+def as_int64(number: float) -> int:
+    return max(-(2**63), min(2**63 - 1, int(number))) if math.isfinite(number) else 0
 
 
 class TensorArg(ctypes.Structure):
@@ -191,7 +196,7 @@ class Driver:
             arg.size[: tensor.dim()] = tuple(tensor.shape)
             arg.stride[: tensor.dim()] = tuple(tensor.stride())
         reals = torch.tensor([float(n) for n in bound.numbers] or [0.0], dtype=torch.float64)
-        ints = torch.tensor([int(n) for n in bound.numbers] or [0], dtype=torch.int64)
+        ints = torch.tensor([as_int64(n) for n in bound.numbers] or [0], dtype=torch.int64)
         table = (ctypes.c_void_p * max(1, len(bound.tensors)))()
         for slot, grad in grads.items():
             table[slot] = grad.data_ptr()
