@@ -1,10 +1,10 @@
 """Decides which tiles of a traced mask are empty, partial or full, without the Q x KV mask.
 
 1. Parts that depend on queries alone or keys alone become exact ranges (`summaries`).
-2. Rectangles of tiles, coarse to fine, are decided by interval arithmetic: uniform regions cost one
-   rectangle. Undecided ones split into FANOUT x FANOUT, depth first, so that few wait at a time.
-3. A single tile still undecided is partial if a few sampled scores differ; otherwise it is
-   evaluated exactly, a bounded number of scores at a time.
+2. Rectangles of tiles, coarse to fine, are decided by interval arithmetic (`ranges`): uniform
+   regions cost one rectangle. Undecided ones split into FANOUT x FANOUT, depth first, so that few
+   wait at a time.
+3. Single tiles still undecided are looked at more closely (`leaves`).
 
 Lanes beyond Q_LEN and KV_LEN do not count: a last tile that overhangs is full if all its real
 scores are kept. (torch pads with False and calls it partial; for lengths that divide evenly the
@@ -13,42 +13,18 @@ two agree.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from attnloom.ir.interpret import interpret
 from attnloom.ir.node import Axes, BoundProgram
-from attnloom.ir.passes.bounds import bounds
+from attnloom.masking.leaves import settle
 from attnloom.masking.lists import BlockLists, Runs, TileGrid, lists_from_runs, share_equal
-from attnloom.masking.summaries import FANOUT, Pyramid, summarise
+from attnloom.masking.ranges import Ranges, Rectangles
+from attnloom.masking.summaries import FANOUT
 
 _START_RECTANGLES = 4096
 _BATCH_RECTANGLES = 1 << 16
-_BATCH_LANES = 1 << 20
-_SAMPLES = (2, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangles:
-    """Rectangles of FANOUT ** level tiles a side. b, h, row, column: [n] int64."""
-
-    level: int
-    b: torch.Tensor
-    h: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
-
-    def __len__(self) -> int:
-        return self.b.numel()
-
-    def __getitem__(self, index: slice | torch.Tensor) -> Rectangles:
-        return Rectangles(
-            self.level, self.b[index], self.h[index], self.row[index], self.column[index]
-        )
-
-    def batches(self) -> list[Rectangles]:
-        return [self[i : i + _BATCH_RECTANGLES] for i in range(0, len(self), _BATCH_RECTANGLES)]
 
 
 def classify(
@@ -85,25 +61,26 @@ class _Search:
         self.grid = grid
         self.device = device
         self.found: list[Runs] = []
-        self.pyramids: dict[int, Pyramid] = {}
 
     def run(self) -> None:
         start = self.start()
-        self.pyramids = summarise(self.bound, self.grid, start.level + 1, self.device)
-        waiting = start.batches()
+        ranges = Ranges(self.bound, self.grid, start.level + 1, self.device)
+        waiting = start.split(_BATCH_RECTANGLES)
         while waiting:
             rectangles = waiting.pop()
-            surely, possibly = self.range_of(rectangles)
+            surely, possibly = ranges.over(rectangles)
             self.note(rectangles[surely], partial=False)
             rest = rectangles[possibly & ~surely]
             if not len(rest):
                 continue
             if rest.level:
-                waiting += self.children(rest).batches()
-            elif self.bound.program.outputs[0] in self.pyramids:
-                self.note(rest, partial=True)  # its range over a tile is exact
+                waiting += self.children(rest).split(_BATCH_RECTANGLES)
+            elif ranges.are_exact:
+                self.note(rest, partial=True)
             else:
-                self.settle(rest)
+                full, partial = settle(ranges, rest)
+                self.note(full, partial=False)
+                self.note(partial, partial=True)
 
     def runs(self) -> Runs:
         empty = torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -143,32 +120,6 @@ class _Search:
         inside = (row * scale < self.grid.num_q_blocks) & (column * scale < self.grid.num_kv_blocks)
         return out[inside]
 
-    def spans(self, rectangles: Rectangles) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """First and last position of each input over each rectangle."""
-        grid, scale = self.grid, FANOUT**rectangles.level
-        q, kv = rectangles.row * (grid.q_block * scale), rectangles.column * (grid.kv_block * scale)
-        return {
-            "b": (rectangles.b, rectangles.b),
-            "h": (rectangles.h, rectangles.h),
-            "q": (q, (q + (grid.q_block * scale - 1)).clamp(max=grid.q_len - 1)),
-            "kv": (kv, (kv + (grid.kv_block * scale - 1)).clamp(max=grid.kv_len - 1)),
-        }
-
-    def range_of(self, rectangles: Rectangles) -> tuple[torch.Tensor, torch.Tensor]:
-        """([n], [n]) bool: all scores are surely kept; some score is possibly kept."""
-        known = {
-            index: pyramid.at(
-                rectangles.level,
-                rectangles.b,
-                rectangles.h,
-                rectangles.row if pyramid.side == "q" else rectangles.column,
-            )
-            for index, pyramid in self.pyramids.items()
-        }
-        lo, hi = bounds(self.bound, self.spans(rectangles), known)
-        shape = rectangles.b.shape
-        return lo.expand(shape), hi.expand(shape)
-
     def note(self, rectangles: Rectangles, partial: bool) -> None:
         """Record live rectangles as one run in each of their rows of tiles."""
         if not len(rectangles):
@@ -183,74 +134,3 @@ class _Search:
         stop = (start + scale).clamp(max=grid.num_kv_blocks)
         kind = torch.full_like(start, partial, dtype=torch.bool)
         self.found.append(Runs(row[inside], start, stop, kind))
-
-    def settle(self, tiles: Rectangles) -> None:
-        """Decide single tiles by their scores: a few samples first, all of them where those
-        agree."""
-        for count in _SAMPLES:
-            if not len(tiles):
-                return
-            some, every = self.sample(tiles, count)
-            mixed = some & ~every
-            self.note(tiles[mixed], partial=True)
-            tiles = tiles[~mixed]
-        if len(tiles):
-            some, every = self.evaluate_all(tiles)
-            self.note(tiles[every], partial=False)
-            self.note(tiles[some & ~every], partial=True)
-
-    def sample(self, tiles: Rectangles, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(any, all) over count x count evenly spread scores of each tile, corners included."""
-        spans = self.spans(tiles)
-        step = torch.arange(count, device=self.device)
-
-        def spread(name: str) -> torch.Tensor:
-            first, last = spans[name]
-            return first[:, None] + (last - first)[:, None] * step // (count - 1)
-
-        return self.scores(tiles, spread("q"), spread("kv"))
-
-    def evaluate_all(self, tiles: Rectangles) -> tuple[torch.Tensor, torch.Tensor]:
-        """(any, all) over every real score of each tile, in pieces of bounded size."""
-        grid = self.grid
-        height, width = min(grid.q_block, grid.q_len), min(grid.kv_block, grid.kv_len)
-        piece_width = min(width, _BATCH_LANES)
-        piece_height = min(height, _BATCH_LANES // piece_width)
-        batch = max(1, _BATCH_LANES // (piece_height * piece_width))
-        results = []
-        for begin in range(0, len(tiles), batch):
-            part = tiles[begin : begin + batch]
-            spans = self.spans(part)
-            some = torch.zeros(len(part), dtype=torch.bool, device=self.device)
-            every = ~some
-            for i in range(0, height, piece_height):
-                q = _lanes(spans["q"], i, piece_height)
-                for j in range(0, width, piece_width):
-                    kv = _lanes(spans["kv"], j, piece_width)
-                    piece_some, piece_every = self.scores(part, q, kv)
-                    some, every = some | piece_some, every & piece_every
-                if bool((some & ~every).all()):
-                    break
-            results.append((some, every))
-        return torch.cat([s for s, _ in results]), torch.cat([e for _, e in results])
-
-    def scores(
-        self, tiles: Rectangles, q: torch.Tensor, kv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(any, all) of the mask at q [n, rows] x kv [n, columns] of each tile."""
-        inputs = {
-            "b": tiles.b[:, None, None],
-            "h": tiles.h[:, None, None],
-            "q": q[:, :, None],
-            "kv": kv[:, None, :],
-        }
-        (kept,) = interpret(self.bound, inputs)
-        kept = kept.expand(len(tiles), q.shape[1], kv.shape[1]).flatten(1)
-        return kept.any(1), kept.all(1)
-
-
-def _lanes(span: tuple[torch.Tensor, torch.Tensor], begin: int, count: int) -> torch.Tensor:
-    """[n, count] positions from begin on; those past the end repeat the last one."""
-    first, last = span
-    lanes = first[:, None] + torch.arange(begin, begin + count, device=first.device)
-    return torch.minimum(lanes, last[:, None])

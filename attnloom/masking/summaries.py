@@ -47,6 +47,21 @@ class Pyramid:
         return lo.flatten()[index], hi.flatten()[index]
 
 
+@dataclass(frozen=True, slots=True)
+class OneSidedPart:
+    """Some nodes of a program, and a program whose outputs they are, in this order."""
+
+    nodes: tuple[int, ...]
+    bound: BoundProgram
+
+    def at(
+        self, side: str, b: torch.Tensor, h: torch.Tensor, positions: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """Values of the nodes at positions of the side; inputs broadcast."""
+        values = interpret(self.bound, {"b": b, "h": h, side: positions})
+        return dict(zip(self.nodes, values, strict=True))
+
+
 def one_sided_nodes(program: Program) -> dict[int, str]:
     """The largest subexpressions without both q and kv -> "q" or "kv"; bare inputs and constants
     are left out."""
@@ -67,25 +82,31 @@ def one_sided_nodes(program: Program) -> dict[int, str]:
     return found
 
 
-def summarise(
-    bound: BoundProgram, grid: TileGrid, num_levels: int, device: torch.device
-) -> dict[int, Pyramid]:
-    """A pyramid for each of `one_sided_nodes`, of num_levels levels."""
+def one_sided_parts(bound: BoundProgram) -> dict[str, OneSidedPart]:
+    """The part of a program on each side that has one."""
     nodes = one_sided_nodes(bound.program)
+    out = {}
+    for side in _SIDES:
+        indices = tuple(i for i, s in nodes.items() if s == side)
+        if indices:
+            program = extract(bound.program, *indices)
+            out[side] = OneSidedPart(indices, replace(bound, program=program))
+    return out
+
+
+def summarise(
+    parts: dict[str, OneSidedPart], grid: TileGrid, num_levels: int, device: torch.device
+) -> dict[int, Pyramid]:
+    """A pyramid of num_levels levels for each node of `one_sided_parts`."""
     out: dict[int, Pyramid] = {}
-    for side, length, block in (
-        ("q", grid.q_len, grid.q_block),
-        ("kv", grid.kv_len, grid.kv_block),
-    ):
-        indices = [i for i, s in nodes.items() if s == side]
-        if not indices:
-            continue
-        part = replace(bound, program=extract(bound.program, *indices))
+    sizes = {"q": (grid.q_len, grid.q_block), "kv": (grid.kv_len, grid.kv_block)}
+    for side, part in parts.items():
+        length, block = sizes[side]
         chunks = [
             [_block_range(value, value, block) for value in values]
-            for values in _evaluate(part, side, grid, length, block, device)
+            for values in _evaluate(part.bound, side, grid, length, block, device)
         ]
-        for place, index in enumerate(indices):
+        for place, index in enumerate(part.nodes):
             leaf = _join([chunk[place] for chunk in chunks])
             out[index] = Pyramid(side, _levels(leaf, num_levels))
     return out

@@ -7,8 +7,17 @@ import torch
 
 from attnloom.api.masks import create_block_mask
 from attnloom.masking import classify as classify_module
+from attnloom.masking import leaves
 from attnloom.masking.lists import BlockLists
-from tests.masks.mods import MODS, MaskMod, Sizes, dense, image_neighbours, windows_by_head
+from tests.masks.mods import (
+    MODS,
+    MaskMod,
+    Sizes,
+    dense,
+    drawn,
+    image_neighbours,
+    windows_by_head,
+)
 
 SHAPES = [
     (Sizes(1, 1, 1, 1), 16),
@@ -23,15 +32,16 @@ SHAPES = [
 def tile_codes(kept: torch.Tensor, q_block: int, kv_block: int) -> torch.Tensor:
     """0 empty, 1 partial, 2 full for each tile, by real lanes: [B, H, q_blocks, kv_blocks]."""
     B, H, Q, KV = kept.shape
+    q_block, kv_block = min(q_block, max(Q, 1)), min(kv_block, max(KV, 1))
     rows, columns = -(-Q // q_block), -(-KV // kv_block)
-    out = torch.zeros(B, H, rows, columns, dtype=torch.int64)
-    for r in range(rows):
-        for c in range(columns):
-            tile = kept[
-                :, :, r * q_block : (r + 1) * q_block, c * kv_block : (c + 1) * kv_block
-            ].flatten(2)
-            out[:, :, r, c] = tile.any(-1).long() + tile.all(-1).long()
-    return out
+
+    def tiles(beyond: bool) -> torch.Tensor:
+        wide = torch.full((B, H, rows * q_block, columns * kv_block), beyond)
+        wide[:, :, :Q, :KV] = kept
+        return wide.view(B, H, rows, q_block, columns, kv_block)
+
+    some = tiles(False).any(5).any(3)
+    return some.long() + (some & tiles(True).all(5).all(3)).long()
 
 
 def codes_of(lists: BlockLists, B: int, H: int) -> torch.Tensor:
@@ -71,7 +81,8 @@ def test_tiles_equal_the_dense_mask(make, sizes: Sizes, block):
 def test_coarse_levels_and_small_batches_change_nothing(make, monkeypatch):
     monkeypatch.setattr(classify_module, "_START_RECTANGLES", 4)
     monkeypatch.setattr(classify_module, "_BATCH_RECTANGLES", 8)
-    monkeypatch.setattr(classify_module, "_BATCH_LANES", 100)
+    monkeypatch.setattr(leaves, "_BATCH_LANES", 100)
+    monkeypatch.setattr(leaves, "_BATCH_STRIPS", 40)
     sizes = Sizes(2, 2, 200, 333)
     mod = make(sizes)
     mask = create_block_mask(mod, 2, 2, 200, 333, device="cpu", BLOCK_SIZE=16)
@@ -168,15 +179,59 @@ def test_control_flow_is_traced():
     assert torch.equal(codes_of(mask.lists(), 1, 1), tile_codes(kept[None, None], 16, 16))
 
 
-def test_neighbourhood_of_an_image_needs_few_tiles_evaluated(monkeypatch):
-    """Interval arithmetic and samples decide all but a small part of the tiles."""
-    evaluated = []
-    original = classify_module._Search.evaluate_all
+def decided_tiles_only(monkeypatch) -> list[int]:
+    """Numbers of tiles that needed all their scores."""
+    counts: list[int] = []
+    original = leaves._all_scores
     monkeypatch.setattr(
-        classify_module._Search,
-        "evaluate_all",
-        lambda self, tiles: evaluated.append(len(tiles)) or original(self, tiles),
+        leaves,
+        "_all_scores",
+        lambda ranges, tiles: counts.append(len(tiles)) or original(ranges, tiles),
     )
-    sizes = Sizes(1, 1, 4096, 4096)
-    create_block_mask(image_neighbours(sizes), None, None, 4096, 4096, device="cpu")
-    assert sum(evaluated) <= 100
+    return counts
+
+
+def per_document(b, h, q, kv):
+    start, first = STARTS[q], STARTS[q]
+    return (kv >= start) & (q - first >= kv - first)
+
+
+STARTS = (torch.rand(4096, generator=drawn(7)) < 0.01).cumsum(0)
+STARTS = torch.searchsorted(STARTS, STARTS)
+TABLE = torch.rand(32, 16, generator=drawn(8)) < 0.3
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        image_neighbours(Sizes(1, 1, 4096, 4096)),
+        per_document,
+        lambda b, h, q, kv: TABLE[q // 128, kv // 256],
+        lambda b, h, q, kv: TABLE[q // 128, kv // 256] & (q >= kv),
+    ],
+    ids=["image", "positions in documents", "table of tiles", "causal table of tiles"],
+)
+def test_few_tiles_need_all_their_scores(mod, monkeypatch):
+    """Interval arithmetic over tiles, rows and columns decides the usual masks."""
+    evaluated = decided_tiles_only(monkeypatch)
+    mask = create_block_mask(mod, None, None, 4096, 4096, device="cpu")
+    assert sum(evaluated) == 0
+    expected = tile_codes(dense(mod, Sizes(1, 1, 4096, 4096)), 128, 128)
+    assert torch.equal(codes_of(mask.lists(), 1, 1), expected)
+
+
+def test_tables_read_by_a_joint_index(monkeypatch):
+    """Out of range and negative indices clamp and wrap in the ranges as they do in kernels."""
+    monkeypatch.setattr(classify_module, "_START_RECTANGLES", 4)
+    table = torch.tensor([True, False, True, True, False])
+    scores = torch.linspace(-1, 1, 9).view(3, 3)
+    scores[1, 1] = torch.nan
+    for mod in (
+        lambda b, h, q, kv: table[(q // 16 - kv // 16).clamp(-5, 4)],
+        lambda b, h, q, kv: scores[q // 100, kv // 100] > 0.1,
+        lambda b, h, q, kv: scores[q // 100, kv // 100] <= 0.1,
+        lambda b, h, q, kv: table[(q * kv) % 5],
+    ):
+        mask = create_block_mask(mod, None, None, 290, 290, device="cpu", BLOCK_SIZE=16)
+        expected = tile_codes(dense(mod, Sizes(1, 1, 290, 290)), 16, 16)
+        assert torch.equal(codes_of(mask.lists(), 1, 1), expected)
