@@ -1,4 +1,4 @@
-"""What bytecode proves about a function: the globals it reads and the literals it computes with."""
+"""What bytecode proves of a function: what it reads, and the literals it computes with."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ _OPERATORS = frozenset({"BINARY_OP", "COMPARE_OP"})
 _FILLER = frozenset({"CACHE", "EXTENDED_ARG", "PRECALL", "NOP"})
 _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "DELETE_DEREF", "LOAD_BUILD_CLASS"})
 _STATELESS_MODULES = ("torch", "math", "operator")
+_VARIABLES = frozenset(
+    "LOAD_DEREF LOAD_CLASSDEREF LOAD_GLOBAL LOAD_NAME LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_BORROW "
+    "LOAD_FROM_DICT_OR_DEREF LOAD_FROM_DICT_OR_GLOBALS LOAD_FAST_AND_CLEAR".split()
+)
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_STORES = frozenset({"STORE_FAST", "STORE_DEREF", "DELETE_FAST", "STORE_FAST_MAYBE_NULL"})
+_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+Chain = tuple[str, ...]
 _MISSING = object()
 
 
@@ -25,37 +33,63 @@ class CodeFacts:
     """Facts of one code object, its nested functions included; compared by identity.
 
     global_names: names it may look up outside itself, sorted.
-    pure_lookup: its behaviour is determined by cells, defaults and those names: it writes no
-        global or captured variable and imports nothing but torch and math.
+    chains: variable -> the attributes that are read from it: ("cfg", "window") for
+        `self.cfg.window`; () where it is used as it is. Keyed by name alone, so that a variable of
+        a nested function adds to one of the same name, never hides it.
+    pure_lookup: its behaviour is determined by cells, defaults, globals and attributes: it writes
+        no global or captured variable and imports nothing but torch and math.
     """
 
     code: CodeType
     global_names: tuple[str, ...]
+    chains: dict[str, tuple[Chain, ...]]
     pure_lookup: bool
 
 
 def code_facts(code: CodeType) -> CodeFacts:
     """Facts of `code`, which the result keeps alive, so that its identity stays valid."""
     names: set[str] = set()
-    pure = _collect(code, names, frozenset(code.co_freevars))
-    return CodeFacts(code, tuple(sorted(names)), pure)
+    chains: dict[str, set[Chain]] = {}
+    pure = _collect(code, names, chains, frozenset(code.co_freevars))
+    ordered = {name: tuple(sorted(found)) for name, found in chains.items()}
+    return CodeFacts(code, tuple(sorted(names)), ordered, pure)
 
 
-def _collect(code: CodeType, names: set[str], captured: frozenset[str]) -> bool:
+def _collect(
+    code: CodeType, names: set[str], chains: dict[str, set[Chain]], captured: frozenset[str]
+) -> bool:
     pure = True
-    for instruction in dis.get_instructions(code):
-        name = instruction.opname
-        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(str(instruction.argval))
-        elif name in _WRITES or (name == "STORE_DEREF" and instruction.argval in captured):
+    steps = [i for i in dis.get_instructions(code) if i.opname not in _FILLER]
+    for place, step in enumerate(steps):
+        name = step.opname
+        if name in _GLOBALS:
+            names.add(str(step.argval))
+        if name in _VARIABLES:
+            chains.setdefault(str(step.argval), set()).add(_chain(steps, place + 1))
+        elif isinstance(step.argval, tuple):  # one instruction for two variables
+            for variable in step.argval:
+                chains.setdefault(str(variable), set()).add(())
+        elif name in _STORES:
+            chains.setdefault(str(step.argval), set()).add(())
+            pure = pure and not (name == "STORE_DEREF" and step.argval in captured)
+        elif name in _WRITES:
             pure = False
         elif name == "IMPORT_NAME":
-            root = str(instruction.argval).split(".")[0]
+            root = str(step.argval).split(".")[0]
             pure = pure and root in _STATELESS_MODULES
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            pure = _collect(constant, names, captured) and pure
+            pure = _collect(constant, names, chains, captured) and pure
     return pure
+
+
+def _chain(steps: list[dis.Instruction], place: int) -> Chain:
+    """The attributes that are read one after the other from `place` on."""
+    found: list[str] = []
+    while place < len(steps) and steps[place].opname in _ATTRIBUTES:
+        found.append(str(steps[place].argval))
+        place += 1
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=512)

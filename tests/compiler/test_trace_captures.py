@@ -211,14 +211,122 @@ def test_partials_bind_their_arguments():
 
 
 class _Holder:
-    def __init__(self) -> None:
-        self.scale = 2.0
+    step = 1
+
+    def __init__(self, scale: float = 2.0) -> None:
+        self.scale = scale
+        self.table = torch.full((4,), scale)
+        self.names = {"near": torch.zeros(3), "far": [torch.ones(4), 2]}
+        self.computed_from = 1.0
 
     def mod(self, s, b, h, q, kv):
         return s * self.scale
 
+    def deep(self, s, b, h, q, kv):
+        return self.mod(s, b, h, q, kv) + self.table[q] * self.step
 
-def test_what_cannot_be_compared_is_traced_every_time():
+    def closure(self) -> Any:
+        return lambda s, b, h, q, kv: s + self.table[q] * self.names["far"][1]
+
+    @property
+    def computed(self) -> float:
+        return self.computed_from
+
+    def by_property(self, s, b, h, q, kv):
+        return s * self.computed
+
+    def by_getattr(self, s, b, h, q, kv):
+        return s * getattr(self, "computed_from")  # noqa: B009
+
+    def by_itself(self, s, b, h, q, kv):
+        return _scale_of(self) * s
+
+    def counting(self, s, b, h, q, kv):
+        self.computed_from += 1
+        return s * self.computed_from
+
+    def __call__(self, s, b, h, q, kv):
+        return s - self.scale
+
+
+def _scale_of(holder: _Holder) -> float:
+    return holder.computed_from
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.arange(4.0))
+        self.inner = torch.nn.Linear(1, 4)
+        self.register_buffer("slopes", torch.ones(4))
+
+    def mod(self, s, b, h, q, kv):
+        return s + self.bias[q] + self.inner.weight[kv, 0] * self.slopes[h]
+
+
+def test_attributes_of_objects_are_followed():
+    """Also methods that methods call, class attributes, containers and closures over self."""
+    for pick in (
+        lambda o: o.mod, lambda o: o.deep, lambda o: o.closure(), lambda o: o,
+        lambda o: functools.partial(o.deep),
+    ):  # fmt: skip
+        captures.clear()
+        holder = _Holder()
+        first = _value(_score(pick(holder)))
+        assert _traces(lambda p=pick, o=holder: _score(p(o))) == 0
+        assert _value(_score(pick(_Holder(3.0)))) != first
+        assert _value(_score(pick(_Holder(2.0)))) == first
+
+
+def test_changed_attributes_are_seen():
+    holder = _Holder()
+    values = [_value(_score(holder.deep))]
+    holder.scale = 5.0
+    values.append(_value(_score(holder.deep)))
+    holder.step = 3
+    values.append(_value(_score(holder.deep)))
+    holder.table = torch.zeros(4)
+    values.append(_value(_score(holder.deep)))
+    holder.mod = lambda s, b, h, q, kv: s * 100  # type: ignore[method-assign]
+    values.append(_value(_score(holder.deep)))
+    assert values == [5.0, 9.5, 13.5, 7.5, 150.0]
+    closure = holder.closure()
+    assert _value(_score(closure)) == 1.5
+    holder.names["far"][1] = 7
+    holder.table += 1
+    assert _value(_score(closure)) == 8.5
+
+
+def test_parameters_and_buffers_of_modules_are_followed():
+    layer, other = _Layer(), _Layer()
+    bound = _score(layer.mod)
+    assert {id(t) for t in bound.tensors} == {
+        id(layer.bias), id(layer.inner.weight), id(layer.slopes)
+    }  # fmt: skip
+    second: list[BoundProgram] = []
+    assert _traces(lambda: second.append(_score(other.mod))) == 0
+    assert second[0].program is bound.program
+    assert any(t is other.bias for t in second[0].tensors)
+    other.bias.requires_grad_(False)
+    assert _traces(lambda: _score(other.mod)) == 1
+
+
+def test_objects_used_in_other_ways_are_traced_every_time():
+    for name in ("by_property", "by_getattr", "by_itself", "counting"):
+        holder = _Holder()
+        before = _value(_score(getattr(holder, name)))
+        holder.computed_from = 7.0
+        assert _value(_score(getattr(holder, name))) != before
+        assert _traces(lambda o=holder, n=name: _score(getattr(o, n))) == 1
+
+
+def test_containers_that_hold_themselves_are_no_trap():
+    loop: list[Any] = [2.0]
+    loop.append(loop)
+    assert _value(_score(lambda s, b, h, q, kv: s * loop[0])) == 3.0
+
+
+def test_what_may_change_is_looked_at_every_time():
     holder, numbers, state = _Holder(), [2.0], {"scale": 2.0}
     clock = iter(range(100))
 
