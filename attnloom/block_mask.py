@@ -345,8 +345,8 @@ class BlockMask(KnownMasks, TorchLayout):
         Raises:
             TraceError: mask_mod cannot be traced.
         """
-        shape = ((1, 1, *self._batch_dims)[-2:], self._seq_lengths)
-        kept = tokens.mask_tokens(self.mask_mod, (*shape[0], *shape[1]), self.device)
+        B, H = (1, 1, *self._batch_dims)[-2:]
+        kept = tokens.mask_tokens(self.mask_mod, (B, H, *self._seq_lengths), self.device)
         return tokens.within_lists(kept.view(self.shape), self.lists(), self._batch_dims)
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:

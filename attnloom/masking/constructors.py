@@ -154,18 +154,19 @@ class KnownMasks:
             DtypeError, ShapeError: the ids are not integers, or of different batch sizes.
             TraceError: mask_mod cannot be traced.
         """
-        ids_kv = ids_q if ids_kv is None else ids_kv
         for name, ids in (("ids_q", ids_q), ("ids_kv", ids_kv)):
-            known_masks.check_integer(name, ids, (1, 2))
-        ids_q, ids_kv = torch.atleast_2d(ids_q), torch.atleast_2d(ids_kv)
+            if ids is not None:
+                known_masks.check_integer(name, ids, (1, 2))
+        ids_kv = ids_q if ids_kv is None else ids_kv
+        ids_q = ids_q[None] if ids_q.dim() == 1 else ids_q
+        ids_kv = ids_kv[None] if ids_kv.dim() == 1 else ids_kv
         if ids_q.shape[0] != ids_kv.shape[0] and 1 not in (ids_q.shape[0], ids_kv.shape[0]):
             raise ShapeError(
                 f"ids_q has {ids_q.shape[0]} batch entries and ids_kv {ids_kv.shape[0]}; they must "
                 "be equal, or 1 to share."
             )
         B = max(ids_q.shape[0], ids_kv.shape[0])
-        ids_q, ids_kv = (ids.expand(B, -1) for ids in (ids_q, ids_kv))
-        documents = known_masks.documents_of(ids_q, ids_kv)
+        documents = known_masks.documents_of(ids_q.expand(B, -1), ids_kv.expand(B, -1))
         block = block_size_pair(BLOCK_SIZE)
         mod = known_masks.document_mod(documents, mask_mod)
         if mask_mod is None and documents.ranges is not None:

@@ -27,7 +27,8 @@ class KeyRanges:
     kv_len: int
 
     def grid(self, block: tuple[int, int]) -> TileGrid:
-        return TileGrid(*self.start.shape[:2], self.start.shape[2], self.kv_len, *block)
+        B, H, Q_LEN = self.start.shape
+        return TileGrid(B, H, Q_LEN, self.kv_len, *block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def table_mask(
 
 def packed_mask(
     inner: MaskMod,
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tables: tuple[torch.Tensor, ...],
     b: torch.Tensor,
     h: torch.Tensor,
     q_idx: torch.Tensor,
@@ -208,7 +209,8 @@ def _unions(
 
 def table_lists(table: torch.Tensor, block: tuple[int, int]) -> BlockLists:
     """Lists of a dense mask [Bm, Hm, Q_LEN, KV_LEN] bool, one row of tiles at a time."""
-    grid = TileGrid(*table.shape, *block)
+    B, H, Q_LEN, KV_LEN = table.shape
+    grid = TileGrid(B, H, Q_LEN, KV_LEN, *block)
     columns = torch.arange(grid.num_kv_blocks, device=table.device)
     runs = []
     heads = torch.arange(grid.num_batches * grid.num_heads, device=table.device)

@@ -58,7 +58,7 @@ def _restore(
     return mask
 
 
-def _blank(cls: type, state: dict[str, Any]) -> Any:
+def _blank(cls: Any, state: dict[str, Any]) -> Any:
     mask = cls.__new__(cls)
     mask._dense = {}
     mask._lists = None

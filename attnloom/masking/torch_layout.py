@@ -93,7 +93,7 @@ def lists_from_kv_blocks(
     stored = tuple(
         _stored_size(blocks, dim, size) for dim, size in zip((-2, -1), dims, strict=True)
     )
-    grid = TileGrid(*stored, *seq_lengths, *block_size)
+    grid = TileGrid(stored[0], stored[1], *seq_lengths, *block_size)
     rows, entries = [], []
     for num, indices, partial in blocks.pairs:
         shape = (*dims, num.shape[-1], indices.shape[-1])

@@ -175,6 +175,20 @@ def test_from_document_ids_of_mixed_types_and_unknown_ids():
     assert_exact(mask, (ids_q[:, None] == ids_kv)[None, None])
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
+def test_no_documents(q_len, kv_len):
+    ids_q, ids_kv = torch.zeros(q_len, dtype=torch.int64), torch.zeros(kv_len, dtype=torch.int64)
+    for mask in (
+        BlockMask.from_document_ids(ids_q, ids_kv),
+        BlockMask.from_document_ids(ids_q, ids_kv, mask_mod=CAUSAL),
+        BlockMask.from_cu_seqlens(cumulative([]), q_len=q_len, kv_len=kv_len),
+        BlockMask.from_cu_seqlens(cumulative([q_len]), cumulative([kv_len]), mask_mod=CAUSAL),
+    ):
+        assert mask.shape == (1, 1, q_len, kv_len)
+        assert not mask.to_mask().any()
+        assert mask.to_string()
+
+
 def test_constructors_agree_with_create_block_mask():
     lengths = [100, 3, 0, 217, 64, 128]
     ids = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
