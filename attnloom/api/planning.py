@@ -52,8 +52,8 @@ def plan_launch(
         query.dtype,
         key.dtype,
         value.dtype,
-        query.size(3),
-        value.size(3),
+        int(query.size(3)),  # a traced size is made static: kernels are built for it
+        int(value.size(3)),
         None if score is None else score.program.digest,
         None if mask is None else mask.program.digest,
         blocks is None,
@@ -65,8 +65,8 @@ def plan_launch(
     problem = Problem(
         device=query.device,
         dtypes=(query.dtype, key.dtype, value.dtype),
-        head_dim=query.size(3),
-        value_dim=value.size(3),
+        head_dim=int(query.size(3)),
+        value_dim=int(value.size(3)),
         score=None if score is None else score.program.digest,
         mask=None if mask is None else mask.program.digest,
         has_blocks=blocks is not None,

@@ -52,24 +52,26 @@ def tile_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores inside partial and inside full tiles: [Bm, Hm, rows, KV_LEN] bool each."""
     q_idx, kv_idx = at["q"].flatten(), at["kv"].flatten()
+    device = q_idx.device
     num_rows = -(-blocks.q_len // blocks.q_block)
     columns = -(-blocks.kv_len // blocks.kv_block)
-    if q_idx.numel() == 0 or columns == 0:
-        shape = (blocks.num_batches, blocks.num_heads, q_idx.numel(), kv_idx.numel())
-        none = q_idx.new_zeros(shape, dtype=torch.bool)
+    num_entries = blocks.entries.size(0)
+    if num_entries == 0:
+        shape = (blocks.num_batches, blocks.num_heads, q_idx.size(0), kv_idx.size(0))
+        none = torch.zeros(shape, dtype=torch.bool, device=device)
         return none, none
-    first = int(q_idx[0]) // blocks.q_block
-    last = int(q_idx[-1]) // blocks.q_block + 1
-    groups = torch.arange(blocks.num_batches * blocks.num_heads, device=q_idx.device)
-    tile_rows = torch.arange(first, last, device=q_idx.device)
-    wanted = (groups[:, None] * num_rows + tile_rows).flatten()  # rows of the ragged lists
-    begin, end = blocks.row_offsets[wanted], blocks.row_offsets[wanted + 1]
-    counts = end - begin
-    owner = torch.repeat_interleave(torch.arange(wanted.numel(), device=q_idx.device), counts)
-    within = torch.arange(owner.numel(), device=q_idx.device) - (counts.cumsum(0) - counts)[owner]
-    entries = blocks.entries[begin[owner] + within].long()
-    kinds = torch.zeros(wanted.numel(), columns, dtype=torch.int8, device=q_idx.device)
-    kinds[owner, entries >> 1] = (2 - (entries & 1)).to(torch.int8)  # 1 partial, 2 full
-    kinds = kinds.view(blocks.num_batches, blocks.num_heads, last - first, columns)
-    kinds = kinds[:, :, q_idx // blocks.q_block - first][:, :, :, kv_idx // blocks.kv_block]
-    return kinds == 1, kinds == 2
+    # One ascending key an entry: its list row, its column, and the low bit of a partial tile.
+    spots = torch.arange(num_entries, device=device)
+    owner = torch.searchsorted(blocks.row_offsets, spots, right=True) - 1
+    keys = owner * (2 * columns) + blocks.entries
+    groups = torch.arange(blocks.num_batches * blocks.num_heads, device=device)
+    rows = groups[:, None] * num_rows + q_idx // blocks.q_block  # [Bm * Hm, rows]
+    wanted = rows[..., None] * columns + torch.arange(columns, device=device)
+    found = keys[torch.searchsorted(keys, 2 * wanted).clamp(max=num_entries - 1)]
+    hit, is_partial = (found >> 1) == wanted, (found & 1) == 1
+    shape = (blocks.num_batches, blocks.num_heads, q_idx.size(0), columns)
+    column = kv_idx // blocks.kv_block
+    partial, full = (
+        kind.view(shape)[..., column] for kind in (hit & is_partial, hit & ~is_partial)
+    )
+    return partial, full

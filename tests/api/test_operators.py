@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -60,10 +61,10 @@ def test_opcheck(mask):
 
     Record(graph).run(*inputs)
     for target in (FORWARD, BACKWARD):
-        torch.library.opcheck(target, recorded[target])
-    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in recorded[FORWARD]]
-    detached[0].requires_grad_()
-    torch.library.opcheck(FORWARD, tuple(detached))
+        args = tree_map_only(torch.Tensor, torch.Tensor.detach, recorded[target])
+        torch.library.opcheck(target, args)
+        args[0].requires_grad_()
+        torch.library.opcheck(target, args)
 
 
 def test_fake_tensors_and_meta_device(mask):
