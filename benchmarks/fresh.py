@@ -5,6 +5,7 @@ python -m benchmarks.fresh '{"action": "first_call", "contender": "attnloom", ..
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -50,7 +51,7 @@ def measure(action: str, cache: Path, threads: int, **arguments: Any) -> dict[st
 
 def _first_call(contender: str, case: Case, backward: bool) -> dict[str, float]:
     if contender == "torch-flex":
-        import torch._inductor.compile_fx  # imports are not the cost of a variant
+        importlib.import_module("torch._inductor.compile_fx")  # not the cost of a variant
     attention = CONTENDERS[contender].prepare(case)
     assert attention is not None
     inputs = [x.requires_grad_(backward) for x in case.inputs()]

@@ -71,7 +71,9 @@ class Row:
             "peer_p10": "theirs_p10",
             "peer_p90": "theirs_p90",
         }
-        kept: dict[str, Any] = {renamed.get(str(k), str(k)): v for k, v in fields.items() if k != "ratio"}
+        kept: dict[str, Any] = {
+            renamed.get(str(k), str(k)): v for k, v in fields.items() if k != "ratio"
+        }
         return Row(**kept)
 
 

@@ -42,11 +42,11 @@ def main(argv: list[str] | None = None) -> int:
         for row in SUITES[suite](selection):
             rows.append(row)
             print(_progress(row, time.perf_counter() - start), flush=True)
+            if args.json:  # at every row: what was measured outlives a later failure
+                rows_module.write(args.json, head, rows)
     if not rows:
         print(f"no case matches {' '.join(args.cases)}", file=sys.stderr)
         return 1
-    if args.json:
-        rows_module.write(args.json, head, rows)
     for title, table in (
         ("All rows", tables.comparison_table(rows)),
         ("Geometric means", tables.mean_table(rows)),
