@@ -66,9 +66,11 @@ def _collect(
             names.add(str(step.argval))
         if name in _VARIABLES:
             chains.setdefault(str(step.argval), set()).add(_chain(steps, place + 1))
-        elif isinstance(step.argval, tuple):  # one instruction for two variables
-            for variable in step.argval:
-                chains.setdefault(str(variable), set()).add(())
+        elif name.count("_FAST") == 2:  # one instruction for two variables
+            first, second = (str(variable) for variable in step.argval)
+            loads = name.endswith(("LOAD_FAST", "LOAD_FAST_BORROW"))
+            chains.setdefault(first, set()).add(())
+            chains.setdefault(second, set()).add(_chain(steps, place + 1) if loads else ())
         elif name in _STORES:
             chains.setdefault(str(step.argval), set()).add(())
             pure = pure and not (name == "STORE_DEREF" and step.argval in captured)
