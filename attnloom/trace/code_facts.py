@@ -60,8 +60,11 @@ def _collect(
 ) -> bool:
     pure = True
     steps = [i for i in dis.get_instructions(code) if i.opname not in _FILLER]
+    cells = (*code.co_freevars, *code.co_cellvars)
     for place, step in enumerate(steps):
         name = step.opname
+        if name.startswith("LOAD_FAST") and step.argval in cells:
+            continue  # Python 3.13 hands the cell to a nested function this way, not its value
         if name in _GLOBALS:
             names.add(str(step.argval))
         if name in _VARIABLES:

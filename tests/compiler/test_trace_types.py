@@ -36,7 +36,7 @@ UNARY: list[Callable[[Any], Any]] = [
     lambda x: 2 - x,
     lambda x: torch.zeros_like(x), lambda x: torch.where(x > 0, 1, 0), lambda x: x.sum(),
     lambda x: torch.where(x > 0, 1.5, 0), lambda x: torch.where(x > 0, True, False),
-    lambda x: torch.where(x, x, 1), torch.trunc, torch.frac, torch.log10, torch.prod,
+    lambda x: torch.where(x != 0, x, 1), torch.trunc, torch.frac, torch.log10, torch.prod,
     torch.nn.functional.leaky_relu, lambda x: x.any(), lambda x: torch.nan_to_num(x),
     lambda x: torch.masked_fill(x, x > 0, 3),
 ]  # fmt: skip
