@@ -58,12 +58,12 @@ def test_small_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "MAX_ROWS", 16)
     monkeypatch.setattr(tiles, "MAX_KEYS", 16)
     monkeypatch.setattr(tiles, "MAX_SCORES", 1)
-    for mod in ("causal", "relative_bias", "document_relative_softcap"):
-        check(Case(mod, replace(SIZES, Q_LEN=50, KV_LEN=70)))
+    for mod in ("causal", "document_relative_softcap"):
+        check(Case(mod, replace(SIZES, B=1, Hq=2, Hkv=1, Q_LEN=34, KV_LEN=50)))
 
 
 def test_memory_is_linear_in_the_length() -> None:
-    """4096 x 4096 scores would be 64 MiB; a tile of operators holds a few of 128 x 512."""
+    """2048 x 2048 scores would be 16 MiB; a tile of operators holds a few of 128 x 512."""
     largest = 0
 
     class Largest(torch.overrides.TorchFunctionMode):
@@ -74,8 +74,8 @@ def test_memory_is_linear_in_the_length() -> None:
                 largest = max(largest, result.numel())
             return result
 
-    q = torch.randn(1, 1, 4096, 8, requires_grad=True)
-    mask = attnloom.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 4096, 4096, "cpu")
+    q = torch.randn(1, 1, 2048, 8, requires_grad=True)
+    mask = attnloom.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 2048, 2048, "cpu")
     with Largest():
         out = attnloom.flex_attention(q, q, q, block_mask=mask, kernel_options={"backend": "tiled"})
         out.sum().backward()

@@ -58,10 +58,9 @@ class TiledBackend:
             for slot in gradient_slots(call.score.program):
                 shape = call.score.tensors[slot].shape
                 captured[slot] = call.query.new_zeros(shape, dtype=real)
-        delta = (out.to(real) * dout.to(real)).sum(-1)
-        if dlse is not None:
-            delta = delta - dlse.to(real)
-        walk = _Backward(call, lse.to(real), dout, delta, totals, captured)
+        dlse = torch.zeros_like(lse, dtype=real) if dlse is None else dlse.to(real)
+        delta = (out.to(real) * dout.to(real)).sum(-1) - dlse
+        walk = _Backward(call, (lse.to(real), dout, dlse, delta), totals, captured)
         for part in parts(call):
             for tile_rows in rows(call, part):
                 walk.rows(part, tile_rows)
@@ -110,18 +109,20 @@ def _forward_rows(
 
 
 class _Backward:
-    """Gradients of a call, added up over row tiles. totals: of query, key and value."""
+    """Gradients of a call, added up over row tiles.
+
+    of_rows: lse, dout, dlse and delta = rowsum(out * dout) - dlse. totals: of query, key, value.
+    """
 
     def __init__(
         self,
         call: AttentionCall,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        delta: torch.Tensor,
+        of_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         totals: list[torch.Tensor],
         captured: dict[int, torch.Tensor],
     ) -> None:
-        self.call, self.lse, self.dout, self.delta = call, lse, dout, delta
+        self.call = call
+        self.lse, self.dout, self.dlse, self.delta = of_rows
         self.dq, self.dk, self.dv = totals
         self.captured = captured
 
@@ -129,9 +130,9 @@ class _Backward:
         call, real = self.call, self.dq.dtype
         batch, heads = key_slices(call, part)
         kv_heads = heads.stop - heads.start
-        q, dout, lse, delta = (
+        q, dout, lse, dlse, delta = (
             query_rows(t, part, kv_heads, tile_rows).to(real)
-            for t in (call.query, self.dout, self.lse, self.delta)
+            for t in (call.query, self.dout, self.lse, self.dlse, self.delta)
         )
         dq = torch.zeros_like(q)
         for keys in tile_rows.keys:
@@ -141,7 +142,12 @@ class _Backward:
             # A row without keys has lse -inf; its scores are -inf too.
             base = torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1)
             weights = torch.exp(tile.scores - base)
-            dscore = weights * (products(dout, v.transpose(-2, -1)) - delta.unsqueeze(-1))
+            dweights = products(dout, v.transpose(-2, -1))
+            shift = delta
+            if len(tile_rows.keys) == 1:
+                # sum(out * dout) from the tile itself: with one key it cancels dweights exactly.
+                shift = (weights * dweights).sum(-1) - dlse
+            dscore = weights * (dweights - shift.unsqueeze(-1))
             dproduct = score_gradient(call, tile, tile.keep(dscore), self.captured) * call.scale
             dq += products(dproduct, k)
             _add_keys(self.dk[at], dproduct, q)
