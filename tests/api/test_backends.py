@@ -1,0 +1,78 @@
+"""Which backend runs a call: "auto" may choose, an explicit choice never falls back."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from attnloom import compile_stats, flex_attention, reset_compile_stats
+from attnloom.api import planning
+from attnloom.backends import registry
+from attnloom.backends.cpu import toolchain
+from attnloom.errors import UnsupportedError
+from attnloom.plan.choose import candidates
+from attnloom.plan.problem import KernelOptions
+from tests.api.mods import qkv
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_planned_yet(monkeypatch):
+    monkeypatch.setattr(planning, "_plans", {})
+    monkeypatch.setattr(planning, "_warned", set())
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(toolchain, "available", lambda: None)
+
+
+def test_auto_without_a_compiler_runs_tiled_and_says_so_once(no_compiler):
+    inputs = qkv(key_heads=4)
+    want = flex_attention(*inputs, kernel_options={"backend": "reference"})
+    reset_compile_stats()
+    with pytest.warns(UserWarning, match=r"found no C\+\+ compiler.*pip install ziglang"):
+        torch.testing.assert_close(flex_attention(*inputs), want)
+    assert compile_stats().fallbacks == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flex_attention(*inputs)
+        flex_attention(*(x.float() for x in inputs))
+
+
+def test_cpu_without_a_compiler_is_an_error(no_compiler):
+    with pytest.raises(UnsupportedError, match=r"backend 'cpu' cannot run this: .*compiler"):
+        flex_attention(*qkv(key_heads=4), kernel_options={"backend": "cpu"})
+
+
+def test_auto_passes_over_a_backend_that_cannot_run_the_problem(monkeypatch):
+    monkeypatch.setattr(type(registry.load("cpu")), "unsupported", lambda *_: "it is Sunday.")
+    with pytest.warns(UserWarning, match="backend 'cpu' cannot run this: it is Sunday"):
+        flex_attention(*qkv(key_heads=4))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "has_compiler", "want"),
+    [
+        ("auto", "cpu", True, ["cpu", "tiled"]),
+        ("auto", "cpu", False, ["tiled"]),
+        ("auto", "cuda", True, ["tiled"]),
+        ("tiled", "cuda", True, ["tiled"]),
+        ("tiled", "cpu", True, ["tiled"]),
+    ],
+)
+def test_candidates(chosen, device, has_compiler, want):
+    found = candidates(KernelOptions(backend=chosen), device, has_compiler)
+    assert [c.backend for c in found] == want
+
+
+def test_a_gpu_gets_a_warning_until_it_has_a_backend():
+    (candidate,) = candidates(KernelOptions(), "cuda", True)
+    assert candidate.warning is not None
+    assert "no Triton backend yet" in candidate.warning
+
+
+def test_cpu_kernels_refuse_other_devices():
+    with pytest.raises(UnsupportedError, match="backend 'cpu' runs on CPU tensors"):
+        candidates(KernelOptions(backend="cpu"), "cuda", True)
