@@ -20,7 +20,9 @@ import torch
 class Row:
     """One comparison, or one measurement of ours alone where peer is None.
 
-    phase: forward, backward, decode, build, first_call, warm_call, overhead or memory.
+    phase: forward, backward, decode, build, memory, overhead; first_call and warm_call, the first
+        call in a process with an empty and with a filled kernel cache; first_step and warm_step,
+        the same with a backward.
     shape: [B, Hq, Hkv, q_len, kv_len, D]. density: share of scores kept.
     ours, theirs: median in `unit`; p10 and p90 beside them where runs were repeated.
     ratio: theirs / ours, above 1 where ours is better; None where ours is nothing at all.

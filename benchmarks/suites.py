@@ -164,20 +164,19 @@ def _rows(
 
 def _first_calls(backward: bool, selection: Selection) -> Iterator[Row]:
     case = Case("causal_softcap", 1, 4, 4, 256, 256, 64, "fp32")
-    name = case.name + ("-with-backward" if backward else "")
-    if not selection.keeps(name):
+    if not selection.keeps(case.name):
         return
     peers = tuple(p for p in selection.peers if p == "torch-flex" and not backward)
-    for phase in ("first_call", "warm_call"):
+    for phase in ("first_step", "warm_step") if backward else ("first_call", "warm_call"):
         results = []
         for contender in (selection.ours, *peers):
             with tempfile.TemporaryDirectory() as cache:
                 arguments = {"contender": contender, "case": case, "backward": backward}
                 result = _fresh("first_call", Path(cache), **arguments)
-                if phase == "warm_call":
+                if phase.startswith("warm"):
                     result = _fresh("first_call", Path(cache), **arguments)
             results.append(result["ms"])
-        row = Row("compile", name, phase, "ms", results[0], dtype=case.dtype, shape=case.shape)
+        row = Row("compile", case.name, phase, "ms", results[0], dtype=case.dtype, shape=case.shape)
         yield from _with_peers(row, peers, results[1:])
 
 
