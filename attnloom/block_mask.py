@@ -12,6 +12,7 @@ from attnloom.errors import OptionError, ShapeError, UnsupportedError
 from attnloom.masking import display, portable, tokens, views
 from attnloom.masking import lists as block_lists
 from attnloom.masking.constructors import KnownMasks
+from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.indexing import Index, choose
 from attnloom.masking.lists import BlockLists, block_size_pair
 from attnloom.masking.torch_layout import (
@@ -237,6 +238,7 @@ class BlockMask(KnownMasks, TorchLayout):
             return self._lists.entries.device
         return self.kv_num_blocks.device
 
+    @outside_graph
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Self:
         """Part of the mask: batch entries, heads and rows of tiles, as torch's indexing.
 
@@ -253,6 +255,7 @@ class BlockMask(KnownMasks, TorchLayout):
         lists = part.lists(self.lists())
         return self._derive(lists, part.mod(self.mask_mod), part.batch_dims)
 
+    @outside_graph
     def rows(self, start: int, stop: int) -> Self:
         """The mask of queries start .. stop - 1 (tokens), for decoding or chunked prefill.
 
@@ -271,6 +274,7 @@ class BlockMask(KnownMasks, TorchLayout):
         lists = block_lists.shift_rows(self.lists(), start, stop)
         return self._derive(lists, views.shift_mod(self.mask_mod, start), self._batch_dims)
 
+    @outside_graph
     def crop(self, q_len: int, kv_len: int) -> Self:
         """The mask of the first q_len queries and kv_len keys (tokens).
 
@@ -328,6 +332,7 @@ class BlockMask(KnownMasks, TorchLayout):
         """Scores of the dense mask: the product of the shape."""
         return torch.Size(self.shape).numel()
 
+    @outside_graph
     def sparsity(self) -> float:
         """Percent of the scores in tiles that are skipped. Tiles that overhang the lengths count
         with the part inside, so that it lies in 0 .. 100."""
@@ -339,6 +344,7 @@ class BlockMask(KnownMasks, TorchLayout):
         """[B, H, q_blocks, kv_blocks] int32: 1 where a tile is live. For tokens: `to_mask`."""
         return dense_tiles(self.lists(), self._batch_dims)
 
+    @outside_graph
     def to_mask(self) -> torch.Tensor:
         """[B, H, Q_LEN, KV_LEN] bool: the scores that attention keeps; memory Q_LEN x KV_LEN.
 
@@ -349,6 +355,7 @@ class BlockMask(KnownMasks, TorchLayout):
         kept = tokens.mask_tokens(self.mask_mod, (B, H, *self._seq_lengths), self.device)
         return tokens.within_lists(kept.view(self.shape), self.lists(), self._batch_dims)
 
+    @outside_graph
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """The mask in characters: full blocks are live, shaded cells are live in part.
 

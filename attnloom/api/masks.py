@@ -13,6 +13,7 @@ from attnloom.errors import ModError, OptionError, ShapeError
 from attnloom.ir.node import DType
 from attnloom.masking.build import build_lists
 from attnloom.masking.captures import captured_tensors
+from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import TileGrid, block_size_pair
 from attnloom.masking.tokens import evaluate, mask_tokens
 from attnloom.masking.views import MaskMod, noop_mask
@@ -23,6 +24,7 @@ __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_mas
 Mod = Callable[..., torch.Tensor]
 
 
+@outside_graph
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -81,6 +83,7 @@ def create_block_mask(
     return mask
 
 
+@outside_graph
 def create_mask(
     mod_fn: Mod,
     B: int | None,

@@ -10,8 +10,9 @@ from typing_extensions import Self
 from attnloom.errors import DtypeError, ShapeError
 from attnloom.masking import known_masks
 from attnloom.masking.build import build_lists
+from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import BlockLists, TileGrid, block_size_pair
-from attnloom.masking.views import MaskMod
+from attnloom.masking.views import MaskMod, noop_mask
 
 
 class KnownMasks:
@@ -25,6 +26,7 @@ class KnownMasks:
         ) -> Self: ...
 
     @classmethod
+    @outside_graph
     def from_dense(cls, mask: torch.Tensor, BLOCK_SIZE: int | tuple[int, int] = 128) -> Self:
         """The mask of a dense bool tensor.
 
@@ -55,6 +57,34 @@ class KnownMasks:
         return cls.from_lists(lists, mod, batch_dims)
 
     @classmethod
+    @outside_graph
+    def from_block_bool(
+        cls,
+        live: torch.Tensor,
+        full: torch.Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+        mask_mod: MaskMod | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+    ) -> Self:
+        """The mask of tables of tiles, as block-sparse attention methods choose them.
+
+        Args:
+            live: [q_blocks, kv_blocks], [H, ...] or [B, H, ...] bool: tiles that are computed.
+            full: the same shape: live tiles where mask_mod is not asked. Default: all of them
+                without a mask_mod, none with one.
+            mask_mod: for live tiles that are not full.
+            seq_lengths: (Q_LEN, KV_LEN) in tokens; default: whole tiles.
+        Raises:
+            DtypeError: live or full is not bool. ShapeError: their shapes differ, have fewer than 2
+            or more than 4 dimensions, or do not fit seq_lengths.
+        """
+        full = torch.full_like(live, mask_mod is None) if full is None else full
+        block = block_size_pair(BLOCK_SIZE)
+        lists = known_masks.block_bool_lists(live, full, block, seq_lengths)
+        return cls.from_lists(lists, noop_mask if mask_mod is None else mask_mod)
+
+    @classmethod
+    @outside_graph
     def from_key_ranges(
         cls,
         start: torch.Tensor,
@@ -86,6 +116,7 @@ class KnownMasks:
         return cls.from_lists(lists, known_masks.range_mod(ranges))
 
     @classmethod
+    @outside_graph
     def from_cu_seqlens(
         cls,
         cu_q: torch.Tensor,
@@ -132,6 +163,7 @@ class KnownMasks:
         return cls.from_lists(lists, mod)
 
     @classmethod
+    @outside_graph
     def from_document_ids(
         cls,
         ids_q: torch.Tensor,

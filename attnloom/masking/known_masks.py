@@ -227,6 +227,35 @@ def table_lists(table: torch.Tensor, block: tuple[int, int]) -> BlockLists:
     return lists_from_runs(grid, Runs.join(runs))
 
 
+def block_bool_lists(
+    live: torch.Tensor,
+    full: torch.Tensor,
+    block: tuple[int, int],
+    seq_lengths: tuple[int, int] | None,
+) -> BlockLists:
+    """Lists of the live tiles of tables [..., q_blocks, kv_blocks]."""
+    for name, table in (("live", live), ("full", full)):
+        if table.dtype is not torch.bool:
+            raise DtypeError(f"{name} is {table.dtype}; it must be torch.bool, one value a tile.")
+    if full.shape != live.shape or not 2 <= live.dim() <= 4:
+        raise ShapeError(
+            f"live has shape {list(live.shape)} and full {list(full.shape)}; both must be "
+            "[B, H, q_blocks, kv_blocks], where B and H may be left out."
+        )
+    table = live[(None,) * (4 - live.dim())]
+    B, H, rows, columns = table.shape
+    Q_LEN, KV_LEN = seq_lengths or (rows * block[0], columns * block[1])
+    grid = TileGrid(B, H, Q_LEN, KV_LEN, *block)
+    if (grid.num_q_blocks, grid.num_kv_blocks) != (rows, columns):
+        raise ShapeError(
+            f"live has {rows} x {columns} tiles, but seq_lengths {(Q_LEN, KV_LEN)} at block size "
+            f"{block} make {grid.num_q_blocks} x {grid.num_kv_blocks}."
+        )
+    row, column = table.reshape(grid.num_rows, columns).nonzero(as_tuple=True)
+    partial = ~full.reshape(grid.num_rows, columns)[row, column]
+    return lists_from_runs(grid, Runs(row, column, column + 1, partial))
+
+
 def _by_block(line: torch.Tensor, grid: TileGrid) -> torch.Tensor:
     """[Bm, Hm, KV_LEN] -> [Bm, Hm, kv_blocks, kv_block]; the last value fills the overhang."""
     width = min(grid.kv_block, grid.kv_len) if grid.num_kv_blocks == 1 else grid.kv_block

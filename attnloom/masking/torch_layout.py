@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnloom.errors import ShapeError
+from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import (
     BlockLists,
     TileGrid,
@@ -81,6 +82,7 @@ def check_kv_blocks(
             )
 
 
+@outside_graph
 def lists_from_kv_blocks(
     blocks: KvBlocks, seq_lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> BlockLists:

@@ -59,6 +59,24 @@ def test_from_dense_of_nothing(q_len, kv_len):
     assert mask.shape == (1, 1, q_len, kv_len)
 
 
+@pytest.mark.parametrize("dims", [(), (3,), (2, 3)], ids=str)
+def test_from_block_bool(dims):
+    live = torch.rand(*dims, 5, 7, generator=drawn(1)) < 0.4
+    tokens = live.repeat_interleave(16, -2).repeat_interleave(32, -1)
+    tokens = tokens[(None,) * (2 - len(dims))][..., :75, :200]
+    every = BlockMask.from_block_bool(live, BLOCK_SIZE=(16, 32), seq_lengths=(75, 200))
+    assert torch.equal(every.to_mask(), tokens)
+    assert not (every.lists().entries & 1).any()
+    causal = BlockMask.from_block_bool(
+        live, BLOCK_SIZE=(16, 32), mask_mod=CAUSAL, seq_lengths=(75, 200)
+    )
+    assert torch.equal(causal.to_mask(), tokens & torch.ones(75, 200, dtype=torch.bool).tril())
+    full = live & (torch.rand(live.shape, generator=drawn(2)) < 0.5)
+    mixed = BlockMask.from_block_bool(live, full, (16, 32), CAUSAL)
+    assert mixed.shape[-2:] == (80, 224)
+    assert int(((mixed.lists().entries & 1) == 0).sum()) == int(full.sum())
+
+
 @pytest.mark.parametrize("dims", [(), (3,), (2, 3), (2, 1)], ids=str)
 @pytest.mark.parametrize("block", [16, (64, 16), (16, 128), 1024], ids=str)
 @pytest.mark.parametrize("longest", [5, 100, 400])
@@ -215,6 +233,17 @@ IDX = torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     [
         (lambda: BlockMask.from_dense(ONES), DtypeError, "mask is torch.float32"),
         (lambda: BlockMask.from_dense(ONES[0] > 0), ShapeError, "mask has shape [4]"),
+        (lambda: BlockMask.from_block_bool(ONES), DtypeError, "live is torch.float32"),
+        (
+            lambda: BlockMask.from_block_bool(ONES > 0, ONES[0] > 0),
+            ShapeError,
+            "live has shape [4, 4] and full [4]",
+        ),
+        (
+            lambda: BlockMask.from_block_bool(ONES > 0, seq_lengths=(512, 600)),
+            ShapeError,
+            "live has 4 x 4 tiles, but seq_lengths (512, 600) at block size (128, 128) make 4 x 5",
+        ),
         (lambda: BlockMask.from_key_ranges(ONES[0], CU, 3), DtypeError, "start is torch.float32"),
         (lambda: BlockMask.from_key_ranges(CU, CU[:2], 3), ShapeError, "start [3] and stop [2]"),
         (lambda: BlockMask.from_cu_seqlens(CU + 1), OptionError, "cu_q starts with [1, 4, 8]"),
