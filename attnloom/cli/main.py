@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 on success, 1 if the command failed, 2 if it was called wrongly.
     """
-    parser = argparse.ArgumentParser(prog="attnloom", description="FlexAttention as an ordinary function.")
+    parser = argparse.ArgumentParser(
+        prog="attnloom", description="FlexAttention as an ordinary function."
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         subparser = subparsers.add_parser(

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _functorch  # what torch.vmap itself uses; there is no public unwrap
+# What torch.vmap itself uses; there is no public unwrap.
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
 
 from attnloom.errors import UnsupportedError
