@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 # What torch.vmap itself uses; there is no public unwrap.
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
