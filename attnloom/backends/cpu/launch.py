@@ -7,7 +7,7 @@ once (launch_args.py).
 from __future__ import annotations
 
 import ctypes
-import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from attnloom.backends.cpu import build, toolchain
-from attnloom.backends.cpu.launch_args import DTYPE_CODES, Arguments, Parts, bind, operand, unit_stride
+from attnloom.backends.cpu.launch_args import (
+    DTYPE_CODES,
+    Arguments,
+    Parts,
+    bindings,
+    operand,
+    unit_stride,
+)
 from attnloom.backends.cpu.schedule import (
     DECODE_KEYS,
     DECODE_ROWS,
@@ -24,6 +31,7 @@ from attnloom.backends.cpu.schedule import (
     backward_schedule,
     decode_schedule,
     gradient_slots,
+    num_threads,
 )
 from attnloom.backends.cpu.widths import needs_wide_ints
 from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
@@ -32,6 +40,7 @@ from attnloom.plan.problem import compute_type
 
 _ALIGNMENT = 64
 _MAX_RANK = 8
+_KEPT_BYTES = 16 << 20
 _DEFINES = {
     "forward": (),
     "backward": (),
@@ -67,7 +76,9 @@ class CpuBackend:
         for bound in (call.score, call.mask):
             for spec in bound.program.tensors if bound is not None else ():
                 if spec.rank > _MAX_RANK:
-                    return f"a captured tensor has {spec.rank} dimensions, kernels take {_MAX_RANK}."
+                    return (
+                        f"a captured tensor has {spec.rank} dimensions, kernels take {_MAX_RANK}."
+                    )
         if toolchain.available() is None:
             return "no C++ compiler was found."
         return None
@@ -81,9 +92,10 @@ class CpuBackend:
         max_scores = torch.empty_like(lse) if want_max_scores else None
         operands = [operand(t, batch) for t in (query, key, value, out)] + [()] * 4
         rows = (lse.data_ptr(), 0 if max_scores is None else max_scores.data_ptr(), 0)
-        schedule = decode_schedule(call, torch.get_num_threads())
+        threads = num_threads(call)
+        schedule = decode_schedule(call, threads)
         kernel = "forward" if schedule is None else "decode"
-        _launch(kernel, call, real, Parts(operands, rows, schedule or Schedule()))
+        _launch(kernel, call, real, Parts(operands, rows, schedule or Schedule(threads)))
         return ForwardResult(out, lse, max_scores)
 
     def backward(
@@ -106,7 +118,7 @@ class CpuBackend:
         operands = [operand(t, batch) for t in (query, key, value, out, dout, dq)]
         operands += [operand(t, kv_batch) for t in (dk, dv)]
         rows = (lse.data_ptr(), 0, 0 if dlse is None else dlse.data_ptr())
-        plan = backward_schedule(call, torch.get_num_threads())
+        plan = backward_schedule(call, num_threads(call))
         captured = _CapturedGradients(call, plan, real)
         parts = Parts(operands, rows, plan.schedule, captured.table)
         _launch("backward", call, real, parts, captured.clear)
@@ -124,15 +136,14 @@ class _CapturedGradients:
         for slot, copies in plan.copies.items():
             shape = call.score.tensors[slot].shape
             self.buffers[slot] = torch.zeros((copies, *shape), dtype=real.torch, device="cpu")
-        bound = [b for b in (call.score, call.mask) if b is not None]
-        width = sum(len(b.tensors) for b in bound)
+        width = len(bindings(call)[0])
         rows = []
         for lane in range(plan.schedule.num_lanes):
             row = [0] * width
             for slot, buffer in self.buffers.items():
                 row[slot] = buffer[lane if plan.copies[slot] > 1 else 0].data_ptr()
             rows += row
-        self._memory = torch.frombuffer(bytearray(struct.pack(f"{len(rows)}q", *rows)), dtype=torch.int64)
+        self._memory = torch.tensor(rows, dtype=torch.int64)
         self.table = self._memory.data_ptr()
 
     def clear(self) -> None:
@@ -159,8 +170,7 @@ def _launch(
     again: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a kernel; `again` resets what it adds to, before a second run with wider integers."""
-    bound = bind(call)
-    arguments = Arguments(call, bound, parts)
+    arguments = Arguments(call, parts)
     key = _structure(name, call, real)
     wide = real is DType.F32 and (key in _wide or needs_wide_ints(call))
     if _run(_kernel(name, call, real, key, wide), arguments) and not wide:
@@ -170,11 +180,31 @@ def _launch(
 
 
 def _run(kernel: Kernel, arguments: Arguments) -> int:
-    num_bytes = kernel.workspace(arguments.address)
-    workspace = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8, device="cpu")
+    num_bytes = kernel.workspace(arguments.address) + _ALIGNMENT
+    workspace = _workspace(num_bytes)
     address = workspace.data_ptr()
     arguments.set_workspace(address + -address % _ALIGNMENT)
     return kernel.run(arguments.address)
+
+
+class _Kept(threading.local):
+    """A thread's last workspace. Fresh memory costs a page fault for each 4 KiB, often more than a
+    small kernel itself takes."""
+
+    workspace = torch.empty(0, dtype=torch.uint8)
+
+
+_kept = _Kept()
+
+
+def _workspace(num_bytes: int) -> torch.Tensor:
+    kept = _kept.workspace
+    if kept.numel() >= num_bytes:
+        return kept
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    if num_bytes <= _KEPT_BYTES:
+        _kept.workspace = workspace
+    return workspace
 
 
 def load_kernel(spec: build.KernelSpec) -> Kernel:

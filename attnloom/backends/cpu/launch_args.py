@@ -32,18 +32,6 @@ _INT64 = 1 << 63
 Words = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Bindings:
-    """Captured tensors and numbers of a call in the form that kernels read, kept alive together.
-
-    words: addresses of the TensorArg array, the reals and the integers.
-    """
-
-    words: Words
-    num_tensors: int
-    keep: tuple[object, ...]
-
-
 def operand(tensor: torch.Tensor, batch: int) -> Words:
     """Words of an Operand; a tensor with one batch entry is read by all `batch` of them."""
     stride = tensor.stride()
@@ -56,29 +44,10 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(3) == 1 or tensor.size(3) == 1 else tensor.contiguous()
 
 
-def bind(call: AttentionCall) -> Bindings:
-    """Binding slots of a call: the score program's first, then the mask program's."""
-    tensors: tuple[torch.Tensor, ...] = ()
-    numbers: tuple[int | float, ...] = ()
-    for bound in (call.score, call.mask):
-        if bound is not None:
-            tensors += bound.tensors
-            numbers += bound.numbers
-    table = b"".join(_tensor_arg(t) for t in tensors)
-    reals = struct.pack(f"{len(numbers)}d", *numbers) if numbers else b""
-    ints = struct.pack(f"{len(numbers)}q", *map(_as_int64, numbers)) if numbers else b""
-    buffers = (_buffer(table), _buffer(reals), _buffer(ints))
-    words = tuple(ctypes.addressof(b) for b in buffers)
-    return Bindings(words, len(tensors), (buffers, tensors))
-
-
-def _buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * max(8, len(data))).from_buffer(bytearray(data.ljust(8, b"\0")))
-
-
-def _tensor_arg(tensor: torch.Tensor) -> bytes:
+def _pack_tensor(tensor: torch.Tensor, memory: bytearray, offset: int) -> None:
     pad = (0,) * (_MAX_RANK - tensor.dim())
-    return _TENSOR_ARG.pack(tensor.data_ptr(), *tensor.shape, *pad, *tensor.stride(), *pad)
+    words = (tensor.data_ptr(), *tensor.shape, *pad, *tensor.stride(), *pad)
+    _TENSOR_ARG.pack_into(memory, offset, *words)
 
 
 def _as_int64(number: int | float) -> int:
@@ -121,34 +90,64 @@ class Parts:
 
 
 class Arguments:
-    """AttentionArgs in memory; `address` is what the kernel takes."""
+    """AttentionArgs in memory, followed by its TensorArgs and numbers.
 
-    def __init__(self, call: AttentionCall, bound: Bindings, parts: Parts) -> None:
-        query, key, value = call.query, call.key, call.value
-        words: list[int] = []
-        for block in parts.operands:
-            words += block or _NO_OPERAND
-        words += parts.rows
-        words += mask_words(call.blocks)
-        batch, heads, q_len, head_dim = query.shape
-        words += (batch, key.size(0), heads, key.size(1), q_len, key.size(2))
-        words += (head_dim, value.size(3), *bound.words, parts.grads, bound.num_tensors)
-        threads = torch.get_num_threads()
-        # A region costs a microsecond, and one thread needs none.
-        words += (parallel_for() if threads > 1 else 0, threads, 0)
-        plan = parts.schedule
-        words += (plan.row_chunks, plan.head_chunks, plan.num_lanes, plan.num_splits, plan.fold)
-        self._memory = bytearray(_ARGS.size)
-        _ARGS.pack_into(self._memory, 0, *words, call.scale)
-        self._array = (ctypes.c_char * _ARGS.size).from_buffer(self._memory)
-        self.address = ctypes.addressof(self._array)
-        self._keep = bound
+    address: what the kernel takes; valid as long as this object lives.
+    """
+
+    def __init__(self, call: AttentionCall, parts: Parts) -> None:
+        tensors, numbers = bindings(call)
+        tensors_at = _ARGS.size
+        reals_at = tensors_at + _TENSOR_ARG.size * len(tensors)
+        ints_at = reals_at + 8 * len(numbers)
+        self._memory = bytearray(ints_at + 8 * len(numbers))
+        for i, tensor in enumerate(tensors):
+            _pack_tensor(tensor, self._memory, tensors_at + _TENSOR_ARG.size * i)
+        if numbers:
+            struct.pack_into(f"{len(numbers)}d", self._memory, reals_at, *numbers)
+            integers = map(_as_int64, numbers)
+            struct.pack_into(f"{len(numbers)}q", self._memory, ints_at, *integers)
+        self._start = ctypes.c_char.from_buffer(self._memory)
+        self.address = address = ctypes.addressof(self._start)
+        at = (address + tensors_at, address + reals_at, address + ints_at)
+        _ARGS.pack_into(self._memory, 0, *_words(call, parts, at, len(tensors)), call.scale)
 
     def set_workspace(self, address: int) -> None:
-        struct.pack_into("q", self._memory, _WORKSPACE_OFFSET, address)
+        _WORD.pack_into(self._memory, _WORKSPACE_OFFSET, address)
 
 
+# Words after the workspace: five of the schedule and the scale.
 _WORKSPACE_OFFSET = _ARGS.size - 8 * 7
+_WORD = struct.Struct("q")
+
+
+def _words(
+    call: AttentionCall, parts: Parts, binding_addresses: Words, num_tensors: int
+) -> list[int]:
+    """Fields of AttentionArgs in order, but for the scale."""
+    key = call.key
+    words: list[int] = []
+    for block in parts.operands:
+        words += block or _NO_OPERAND
+    words += parts.rows
+    words += mask_words(call.blocks)
+    batch, heads, q_len, head_dim = call.query.shape
+    words += (batch, key.size(0), heads, key.size(1), q_len, key.size(2))
+    words += (head_dim, call.value.size(3), *binding_addresses, parts.grads, num_tensors)
+    plan = parts.schedule
+    words += (parallel_for() if plan.num_threads > 1 else 0, plan.num_threads, 0)
+    words += (plan.row_chunks, plan.head_chunks, plan.num_lanes, plan.num_splits, plan.fold)
+    return words
+
+
+def bindings(call: AttentionCall) -> tuple[tuple[torch.Tensor, ...], tuple[int | float, ...]]:
+    """Captured tensors and numbers by slot: the score program's first, then the mask program's."""
+    score, mask = call.score, call.mask
+    if score is None:
+        return ((), ()) if mask is None else (mask.tensors, mask.numbers)
+    if mask is None:
+        return score.tensors, score.numbers
+    return score.tensors + mask.tensors, score.numbers + mask.numbers
 
 
 @functools.cache

@@ -20,12 +20,14 @@ _LANES_PER_THREAD = 4
 _SMALL_COPIES_BYTES = 8 << 20
 _COPIES_BYTES = 32 << 20
 _PARTS_BYTES = 64 << 20
+_SERIAL_PRODUCTS = 1 << 20  # multiply-adds: about 10 us on one core
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Fields of AttentionArgs of the same names; see `kernels/args.h`."""
 
+    num_threads: int = 1
     row_chunks: int = 1
     head_chunks: int = 1
     num_lanes: int = 1
@@ -42,6 +44,15 @@ class BackwardSchedule:
     copies: dict[int, int]
 
 
+def num_threads(call: AttentionCall) -> int:
+    """torch's number of threads, but one for a problem that is done before a second wakes up."""
+    query = call.query
+    width = query.size(3) + call.value.size(3)
+    if query.numel() // max(1, query.size(3)) * call.key.size(2) * width < _SERIAL_PRODUCTS:
+        return 1
+    return torch.get_num_threads()
+
+
 def decode_schedule(call: AttentionCall, threads: int) -> Schedule | None:
     """Schedule of the decode kernel, or None where rows are too many for it."""
     batch, heads, q_len, _ = call.query.shape
@@ -54,7 +65,7 @@ def decode_schedule(call: AttentionCall, threads: int) -> Schedule | None:
     units = batch * heads // fold
     tiles = -(-call.key.size(2) // DECODE_KEYS)
     splits = min(-(-4 * threads // max(1, units)), max(1, tiles // 2))
-    return Schedule(num_splits=splits, fold=fold)
+    return Schedule(threads, num_splits=splits, fold=fold)
 
 
 def backward_schedule(call: AttentionCall, threads: int) -> BackwardSchedule:
@@ -77,9 +88,11 @@ def backward_schedule(call: AttentionCall, threads: int) -> BackwardSchedule:
         return BackwardSchedule(_free(shape, _part_bytes(call)), dict.fromkeys(slots, 1))
     if by_row == set(slots):
         lanes = min(threads * _LANES_PER_THREAD, shape.row_tiles)
-        return BackwardSchedule(Schedule(row_chunks=lanes, num_lanes=lanes), dict.fromkeys(slots, 1))
+        return BackwardSchedule(
+            Schedule(threads, row_chunks=lanes, num_lanes=lanes), dict.fromkeys(slots, 1)
+        )
     if by_head == set(slots) and kv_heads >= threads:
-        return BackwardSchedule(Schedule(num_lanes=kv_heads), dict.fromkeys(slots, 1))
+        return BackwardSchedule(Schedule(threads, num_lanes=kv_heads), dict.fromkeys(slots, 1))
     return _with_copies(call, shape, slots)
 
 
@@ -118,7 +131,9 @@ def _free(shape: _Shape, part_bytes: int) -> Schedule:
         chunks += 1
     row_chunks = min(chunks, shape.row_tiles)
     head_chunks = min(-(-chunks // row_chunks), shape.queries)
-    return Schedule(row_chunks, head_chunks, shape.kv_heads * row_chunks * head_chunks)
+    return Schedule(
+        shape.threads, row_chunks, head_chunks, shape.kv_heads * row_chunks * head_chunks
+    )
 
 
 def _idle_share(tasks: int, threads: int) -> float:
@@ -131,20 +146,23 @@ def _with_copies(call: AttentionCall, shape: _Shape, slots: tuple[int, ...]) -> 
     """A few lanes, each with buffers of its own for every captured gradient."""
     assert call.score is not None
     one = 8 * sum(call.score.tensors[slot].numel() for slot in slots)
-    lanes = shape.threads * _LANES_PER_THREAD
+    lanes = 1 if shape.threads == 1 else shape.threads * _LANES_PER_THREAD
     if lanes * one > _SMALL_COPIES_BYTES:
         lanes = min(shape.threads, max(1, _COPIES_BYTES // one))
     chunks = 1 if shape.kv_heads % lanes == 0 else min(lanes, shape.row_tiles)
     lanes = max(1, min(lanes, shape.kv_heads * chunks))
-    return BackwardSchedule(Schedule(row_chunks=chunks, num_lanes=lanes), dict.fromkeys(slots, lanes))
+    schedule = Schedule(shape.threads, row_chunks=chunks, num_lanes=lanes)
+    return BackwardSchedule(schedule, dict.fromkeys(slots, lanes))
 
 
 def _owned_axes(score: BoundProgram, slot: int, extents: tuple[int, int, int]) -> set[str]:
     """Axes among b, h, q that name a dimension of the tensor in every load of it: positions that
     differ there touch different elements. A dimension shorter than the axis is clamped, so no."""
-    sizes = dict(zip(("b", "h", "q"), extents, strict=True))
+    sizes: dict[str, int] = dict(zip(("b", "h", "q"), extents, strict=True))
     tensor: torch.Tensor = score.tensors[slot]
-    return {axis for axis, dim in _plain_dims(score.program, slot) if tensor.size(dim) >= sizes[axis]}
+    return {
+        axis for axis, dim in _plain_dims(score.program, slot) if tensor.size(dim) >= sizes[axis]
+    }
 
 
 def _plain_dims(program: Program, slot: int) -> frozenset[tuple[str, int]]:
