@@ -15,6 +15,7 @@ from tests.masks.mods import MODS, Sizes, causal, causal_documents_by_batch, den
 from tests.masks.test_classify import assert_sorted, codes_of, tile_codes
 
 SIZES = Sizes(2, 3, 300, 260)
+PARTED = MODS[::2]  # every other idea: parts are list operations, whatever the mask
 
 
 def build(make, s: Sizes = SIZES, block=32) -> tuple[BlockMask, torch.Tensor]:
@@ -41,7 +42,7 @@ def test_to_mask_is_the_dense_mask(make):
     assert_is(mask, kept)
 
 
-@pytest.mark.parametrize("make", MODS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("make", PARTED, ids=lambda m: m.__name__)
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, 300), (64, 200), (33, 34), (1, 300), (299, 300), (100, 100), (290, 300)]
 )
@@ -55,7 +56,7 @@ def test_rows(make, start, stop):
         assert torch.equal(codes_of(part.lists(), 2, 3)[:, :, :whole], exact[:, :, :whole])
 
 
-@pytest.mark.parametrize("make", MODS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("make", PARTED, ids=lambda m: m.__name__)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 260), (128, 100), (1, 1), (33, 260), (0, 64)])
 def test_crop(make, q_len, kv_len):
     mask, kept = build(make)
