@@ -95,7 +95,7 @@ def _score_text(
     items: tuple[Contribution, ...] = ()
     roots = score.outputs
     if gradient:
-        score, roots, items = _with_gradient(score, slots.real, exact)
+        score, roots, items = _with_gradient(score, exact)
     layout = lay_out(score, roots, exact)
     text = _level_text(layout, slots, "")
     body = Body(layout, slots, Level.SCORE)
@@ -107,7 +107,7 @@ def _score_text(
 
 
 def _with_gradient(
-    score: Program, real: DType, exact: bool
+    score: Program, exact: bool
 ) -> tuple[Program, tuple[int, ...], tuple[Contribution, ...]]:
     """One program of the score and of its derivative, which share what they have in common.
 
@@ -116,10 +116,11 @@ def _with_gradient(
         the contributions; the contributions, in nodes of that program.
     """
     derivative = differentiate(score, exact)
+    dtype = score.nodes[score.outputs[0]].dtype
     build = Builder.like(score)
-    place = _copy(build, score, real)
+    place = _copy(build, score, dtype)
     outputs = [place[o] for o in score.outputs]
-    place = _copy(build, derivative.program, real)
+    place = _copy(build, derivative.program, dtype)
     outputs.append(place[derivative.program.outputs[0]])
     for item in derivative.contributions:
         outputs += [*(place[i] for i in item.index), place[item.value]]
@@ -133,12 +134,12 @@ def _with_gradient(
     return program, program.outputs, tuple(items)
 
 
-def _copy(build: Builder, program: Program, real: DType) -> list[int]:
-    """Nodes of a program in `build`. The kernel hands scores and their gradients over as `real`."""
+def _copy(build: Builder, program: Program, dtype: DType) -> list[int]:
+    """Nodes of a program in `build`; dscore has the type of the score, `dtype`, from the start."""
     place: list[int] = []
     for node in program.nodes:
         if node.op == "input" and node.attr == "dscore":
-            place.append(build.input("dscore", real))
+            place.append(build.input("dscore", dtype))
         elif node.op == "cast":
             place.append(build.cast(place[node.args[0]], node.dtype))
         else:

@@ -7,9 +7,9 @@ A contribution is reduced in registers along every axis that its index lacks:
     ... and a reduction  one such vector for each of the first HEAD_GRAD_STEPS steps
     index of q           one horizontal sum and one addition a vector
     runs along the keys  one vector addition (`bias[h, q - kv]`)
-    anything else        one addition a live lane
+    anything else        one addition a lane
 
-Lanes that are not live add nothing, whatever value they hold.
+Lanes that are not live add zero, whatever value they hold.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ def grad_text(
     """Body of score_grad. dscore: the node of dL/d(score before the mod)."""
     body = Body(layout, slots, Level.SCORE)
     sums = head_sums(layout, items)
-    values = [i for item in items for i in (*item.index, item.value)]
-    body.require(dscore, *values)
+    needed = [(*layout.index_needs(item.index), item.value) for item in items]
+    body.require(dscore, *(i for nodes in needed for i in nodes))
     by_loops: dict[Axes, list[int]] = {}
     for number, item in enumerate(items):
         by_loops.setdefault(item.axes, []).append(number)
     for axes, numbers in by_loops.items():
         loops = [axis for axis in REDUCTION_AXES if axis & axes]
         for axis in loops:
-            body.require(*(i for n in numbers for i in (*items[n].index, items[n].value)))
+            body.require(*(i for n in numbers for i in needed[n]))
             body.open_loop(axis)
         for number in numbers:
             _add(body, number, items[number], sums.get(number))
@@ -124,7 +124,7 @@ def _add(body: Body, number: int, item: Contribution, head_sum: Sum | None) -> N
         along = runs_along(body.program, body.layout.lines, item.index)
         function = "add_line" if along else "add_lanes"
         slot = body.slots.tensors + item.slot
-        body.line(f"{function}(M, {slot}, {value}, live{body.indices(item.index)});")
+        body.line(f"{function}(M, {slot}, {value}{body.indices(item.index)});")
 
 
 def _add_one(body: Body, item: Contribution, value: str) -> str:

@@ -49,27 +49,30 @@ class Layout:
         """Nodes whose values the text of this node refers to."""
         return needs(self.program, self.lines, index)
 
+    def index_needs(self, indices: tuple[int, ...]) -> tuple[int, ...]:
+        """Nodes that the text of indices refers to."""
+        return index_needs(self.program, self.lines, indices)
+
 
 def needs(program: Program, lines: tuple[Line | None, ...], index: int) -> tuple[int, ...]:
     """See Layout.needs."""
     node, line = program.nodes[index], lines[index]
     if line is not None:
         return line.nodes
-    if node.op == "load":
-        found: list[int] = []
-        for arg in node.args:
-            at = lines[arg]
-            if at is not None and is_line_load(program, lines, index):
-                found += at.nodes
-            else:
-                found.append(arg)
-        return tuple(found)
-    return node.args
+    return index_needs(program, lines, node.args) if node.op == "load" else node.args
 
 
-def is_line_load(program: Program, lines: tuple[Line | None, ...], index: int) -> bool:
-    """Whether every index of a load that differs between keys is a Line."""
-    return runs_along(program, lines, program.nodes[index].args)
+def index_needs(
+    program: Program, lines: tuple[Line | None, ...], indices: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Nodes that the text of a load's indices refers to: Lines are not computed as vectors."""
+    if not runs_along(program, lines, indices):
+        return indices
+    found: list[int] = []
+    for index in indices:
+        line = lines[index]
+        found += [index] if line is None else line.nodes
+    return tuple(found)
 
 
 def runs_along(program: Program, lines: tuple[Line | None, ...], indices: tuple[int, ...]) -> bool:

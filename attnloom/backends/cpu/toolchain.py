@@ -38,6 +38,7 @@ _FLAGS = (
     "-fno-exceptions",
     "-fno-rtti",
     "-w",
+    "-Wno-psabi",
 )
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native"}
 _TIMEOUT_S = 300

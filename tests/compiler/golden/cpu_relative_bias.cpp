@@ -33,9 +33,8 @@ INLINE void head_grad_flush(const ModArgs& M, const Head& H, HeadGrad& G, i64 b,
 }
 
 INLINE vf score_grad(const ModArgs& M, const Head& H, const Row& R, const Column& C, HeadGrad& G, i64 b, i64 h, i64 q, i64 k, int x, vf score, vf dscore, vm live) {
-    const vi n6 = splat<vi>(((q - k) + (4ll))) - lane_index<vi>();
     const vf d0 = select(live, dscore, vf{});
-    add_line(M, 0, d0, live, Line{h, 0}, Line{((q - k) + (4ll)), -1});
+    add_line(M, 0, d0, Line{h, 0}, Line{((q - k) + (4ll)), -1});
     return select(live, dscore, vf{});
 }
 struct MaskHead {

@@ -47,6 +47,11 @@ DEFINE_STORED(float, float, v_f32, x, load_as<v_f32>(p))
 DEFINE_STORED(double, double, v_f64, x, load_as<v_f64>(p))
 #undef DEFINE_STORED
 
+template <class V> INLINE V broadcast(bool x) { return (V)vm_set(x); }
+template <class V> INLINE V broadcast(i64 x) { return splat<V>(x); }
+template <class V> INLINE V broadcast(float x) { return splat<V>(x); }
+template <class V> INLINE V broadcast(double x) { return splat<V>(x); }
+
 INLINE i64 clamp_index(i64 i, i64 size) {
     i = i < 0 ? i + size : i;
     i = i < 0 ? 0 : i;
@@ -106,10 +111,19 @@ INLINE V lane_offsets_of(const i64* size, const i64* stride, I... index) {
     ((offsets += lane_offsets<V>(index, size[d], stride[d]), d++), ...);
     return offsets;
 }
+// Clamped distances and buckets give whole vectors of one offset.
+template <class V> INLINE bool all_equal(V offsets) {
+    return !bytes_any(CONVERT(offsets != splat<V>(offsets[0]), v_i8));
+}
 template <class T, class V>
 INLINE typename Stored<T>::lanes load_at(const void* data, V offsets) {
+    const T* elements = (const T*)data;
+    typedef typename Stored<T>::lanes Lanes;
+    if (all_equal(offsets)) return broadcast<Lanes>(Stored<T>::one(elements[offsets[0]]));
     alignas(64) T lanes[W];
-    for (int l = 0; l < W; l++) lanes[l] = ((const T*)data)[offsets[l]];
+    alignas(64) typename LaneOf<V>::scalar at[W];
+    store_as(at, offsets);
+    for (int l = 0; l < W; l++) lanes[l] = elements[at[l]];
     return Stored<T>::all(lanes);
 }
 template <class T, class... I>
@@ -153,7 +167,9 @@ INLINE typename Stored<T>::lanes load_line(const TensorArg& t, I... index) {
 
 // ---- gradients ------------------------------------------------------------------------------
 
-template <int RANK> struct Contiguous { i64 stride[RANK + 1]; };
+template <int RANK> struct Contiguous {
+    i64 stride[RANK + 1], num_elements;
+};
 template <int RANK> INLINE Contiguous<RANK> contiguous(const TensorArg& t) {
     Contiguous<RANK> s;
     i64 stride = 1;
@@ -161,6 +177,7 @@ template <int RANK> INLINE Contiguous<RANK> contiguous(const TensorArg& t) {
         s.stride[d] = stride;
         stride *= t.size[d];
     }
+    s.num_elements = stride;
     return s;
 }
 template <class... I>
@@ -175,21 +192,47 @@ INLINE void add_one(const ModArgs& M, int slot, real value, I... index) {
     for (int d = 0; d < rank; d++) offset += clamp_index(at[d], t.size[d]) * s.stride[d];
     grad[offset] += value;
 }
-// Lanes that are not live add nothing: their value is 0 already, and their element is not touched.
+// Adds to grad[offsets[lane]]. Lanes that are not live hold zero, and their offset is inside too.
+template <class V> INLINE void add_at(real* grad, V offsets, vf value) {
+    if (all_equal(offsets)) {  // else W additions would wait for one another
+        grad[offsets[0]] += vf_hsum(value);
+        return;
+    }
+    alignas(64) real values[W];
+    alignas(64) typename LaneOf<V>::scalar at[W];
+    store_as(values, value);
+    store_as(at, offsets);
+    for (int l = 0; l < W; l++) grad[at[l]] += values[l];
+}
 template <class... I>
-NOINLINE void add_lanes(const ModArgs& M, int slot, vf value, vm live, I... index) {
+NOINLINE void add_lanes(const ModArgs& M, int slot, vf value, I... index) {
     constexpr int rank = sizeof...(I);
     const TensorArg& t = M.tensors[slot];
     real* grad = M.grads[slot];
     if (!grad || !has_elements<rank>(t.size)) return;
-    const v_i64 offsets =
-        lane_offsets_of<v_i64>(t.size, contiguous<rank>(t).stride, index...);
-    for (int l = 0; l < W; l++)
-        if (live[l]) grad[offsets[l]] += value[l];
+    const Contiguous<rank> s = contiguous<rank>(t);
+#if ILANE_BYTES == 4
+    if (s.num_elements < (1ll << 31)) {
+        add_at(grad, lane_offsets_of<v_i32>(t.size, s.stride, index...), value);
+        return;
+    }
+#endif
+    add_at(grad, lane_offsets_of<v_i64>(t.size, s.stride, index...), value);
+}
+INLINE vf reversed(vf v) {
+#if W == 16
+    return VF_SHUFFLE(v, v, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#elif W == 8
+    return VF_SHUFFLE(v, v, 7, 6, 5, 4, 3, 2, 1, 0);
+#elif W == 4
+    return VF_SHUFFLE(v, v, 3, 2, 1, 0);
+#else
+    return VF_SHUFFLE(v, v, 1, 0);
+#endif
 }
 // Every index a Line; neighbouring elements inside the tensor take one vector addition.
 template <class... I>
-INLINE void add_line(const ModArgs& M, int slot, vf value, vm live, I... index) {
+INLINE void add_line(const ModArgs& M, int slot, vf value, I... index) {
     constexpr int rank = sizeof...(I);
     const TensorArg& t = M.tensors[slot];
     real* grad = M.grads[slot];
@@ -201,8 +244,12 @@ INLINE void add_line(const ModArgs& M, int slot, vf value, vm live, I... index) 
     ((whole &= inside(index, t.size[d]), offset += index.base * s.stride[d],
       step += index.step * s.stride[d], d++),
      ...);
-    if (whole && step == 1) vf_store(grad + offset, vf_load(grad + offset) + value);
-    else add_lanes(M, slot, value, live, index...);
+    if (!whole || (step != 1 && step != -1)) {
+        add_lanes(M, slot, value, index...);
+        return;
+    }
+    real* first = step == 1 ? grad + offset : grad + offset - (W - 1);
+    vf_store(first, vf_load(first) + (step == 1 ? value : reversed(value)));
 }
 
 #endif
