@@ -134,7 +134,8 @@ def check_mask(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) ->
     """
     if not isinstance(block_mask, BlockMask):
         _explain_mask_type(block_mask)
-    num_batches, num_heads, q_len, kv_len = block_mask.shape
+    # a mask from blocks without batch or head dimensions broadcasts over them
+    num_batches, num_heads, q_len, kv_len = (1, 1, *block_mask.shape)[-4:]
     batch, heads, rows, _ = query.shape
     if rows != q_len or key.size(2) != kv_len:
         _explain_lengths(block_mask, rows, key.size(2))

@@ -261,6 +261,21 @@ def filled(value: float | None) -> Lowering:
     return lower
 
 
+def new_filled(value: float | None) -> Lowering:
+    """Tensor.new_zeros and its kin, of shape (), as torch's own and_masks writes them."""
+    fill = filled(value)
+
+    def lower(trace: Trace, x: Any, size: Any, *args: Any, **options: Any) -> Array:
+        if len(size) if isinstance(size, tuple | list | torch.Size) else True:
+            raise trace.error(
+                f"makes a tensor of shape {size}",
+                "a mod is evaluated one score at a time, so that new tensors have shape ().",
+            )
+        return fill(trace, x, *args, **options)
+
+    return lower
+
+
 def keep_scalar(trace: Trace, x: Any, *shape: Any, **_: Any) -> Array:
     """reshape, view, expand: scalars stay what they are."""
     array = same(trace, x)

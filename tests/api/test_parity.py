@@ -109,3 +109,30 @@ def test_return_lse_form_and_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attnloom.flex_attention(*inputs, return_lse=True)
+
+
+@pytest.mark.parametrize("combine", ["and_masks", "or_masks"])
+def test_masks_combined_by_torch_are_traced(combine):
+    """torch's own and_masks and or_masks start from Tensor.new_ones and new_zeros."""
+
+    def causal(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    def near(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < 5
+
+    theirs = attnloom.create_block_mask(getattr(torchs, combine)(causal, near), None, None, 40, 40)
+    ours = attnloom.create_block_mask(getattr(attnloom, combine)(causal, near), None, None, 40, 40)
+    assert torch.equal(theirs.to_mask(), ours.to_mask())
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_masks_from_blocks_without_batch_or_heads_broadcast(leading):
+    number = torch.tensor([1, 2], dtype=torch.int32).expand(*leading, 2)
+    indices = torch.tensor([0, 1], dtype=torch.int32).expand(*leading, 2, 2)
+    mask = attnloom.BlockMask.from_kv_blocks(number, indices, BLOCK_SIZE=16)
+    x = torch.randn(2, 3, 32, 8, generator=torch.Generator().manual_seed(0))
+    out = attnloom.flex_attention(x, x, x, block_mask=mask)
+    keep = (torch.arange(32)[:, None] // 16) >= (torch.arange(32)[None] // 16)
+    want = torch.softmax((x @ x.mT / 8**0.5).masked_fill(~keep, -torch.inf), -1) @ x
+    torch.testing.assert_close(out, want)
