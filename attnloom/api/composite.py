@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -64,12 +65,12 @@ def second_order(
     with autocast.switched_off(query):
         for a, b in row_chunks(query, key):
             rows = slice(a, b)
-            backward = _backward_of_rows(launch, tensors, a)
-            pull = torch.func.vjp(
-                backward, query[:, :, rows], key, value, floats, dout[:, :, rows], dlse[:, :, rows]
-            )[1]
             dq, dk, dv, *captured = cotangents
-            gq, gk, gv, gfloats, gdout, gdlse = pull((dq[:, :, rows], dk, dv, tuple(captured)))
+            gq, gk, gv, gfloats, gdout, gdlse = _pull_back(
+                _backward_of_rows(launch, tensors, a),
+                (query[:, :, rows], key, value, floats, dout[:, :, rows], dlse[:, :, rows]),
+                (dq[:, :, rows], dk, dv, tuple(captured)),
+            )
             by_row.append((gq, gdout, gdlse))
             part = (gk, gv, *gfloats)
             shared = part if shared is None else tuple(map(torch.add, shared, part))
@@ -78,6 +79,11 @@ def second_order(
         by_row, shared = [(query * 0, dout * 0, dlse * 0)], zeros
     gq, gdout, gdlse = (torch.cat(part, 2) for part in zip(*by_row, strict=True))
     return gq, shared[0], shared[1], shared[2:], gdout, gdlse
+
+
+def _pull_back(function: Callable[..., Any], inputs: tuple[Any, ...], cotangents: Any) -> Any:
+    """Vector-Jacobian product; a function, so that a chunk's graph is gone before the next."""
+    return torch.func.vjp(function, *inputs)[1](cotangents)
 
 
 def _backward_of_rows(launch: Launch, tensors: Tensors, start: int) -> Callable[..., object]:
@@ -101,8 +107,7 @@ def _backward_of_rows(launch: Launch, tensors: Tensors, start: int) -> Callable[
         dout: torch.Tensor,
         dlse: torch.Tensor,
     ) -> object:
-        pull = torch.func.vjp(forward, query, key, value, floats)[1]
-        return pull((dout, dlse))
+        return _pull_back(forward, (query, key, value, floats), (dout, dlse))
 
     return backward
 

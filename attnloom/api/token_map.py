@@ -10,9 +10,9 @@ from attnloom.backends.registry import AttentionCall
 from attnloom.block_mask import BlockLists
 from attnloom.ir.interpret import interpret
 
-# Scores of one chunk over all batch entries and heads: 8 MiB of float32, of which a second
-# derivative keeps about twenty at a time.
-MAX_SCORES = 1 << 21
+# Scores of one chunk over all batch entries and heads: 4 MiB of float32, of which a second
+# derivative keeps up to seventy at a time.
+MAX_SCORES = 1 << 20
 
 
 def row_chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[int, int]]:
