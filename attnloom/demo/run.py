@@ -23,6 +23,8 @@ from attnloom.demo.train import Step, TrainConfig, train
 
 _PROMPT = b"\n    def __init__(self, "
 _LOG_EVERY_SECONDS = 10.0
+# From here on a run has warmed up, and a loss within 1 nat of the first one means failure.
+_JUDGED_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,11 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> int:
     )
     steps = _train_with_progress(decoder, documents, config.train, console)
     costs = _measure_costs(config, console) if config.compare else ()
-    text = _print_sample(decoder, config, console)
+    _print_sample(decoder, config, console)
     drawn = _draw(decoder, documents, steps, config) if config.pictures else ()
     _print_summary(steps, costs, drawn, console)
-    if len(text) != config.generated_bytes or steps[-1].loss >= steps[0].loss:
-        console.print("[red]The loss did not fall; this is not how the demo should end.[/red]")
+    if len(steps) >= _JUDGED_STEPS and not _last_tenth(steps) < steps[0].loss - 1:
+        console.print(f"[red]The loss hardly fell in {len(steps)} steps; something is wrong.[/red]")
         return 1
     return 0
 
@@ -130,7 +132,7 @@ def _measure_costs(config: DemoConfig, console: Console) -> tuple[StepCost, ...]
     return tuple(measure_step(name, *shape, torch.get_num_threads()) for name in CONTENDERS)
 
 
-def _print_sample(decoder: Decoder, config: DemoConfig, console: Console) -> bytes:
+def _print_sample(decoder: Decoder, config: DemoConfig, console: Console) -> None:
     start = time.perf_counter()
     text = generate(decoder, _PROMPT, config.generated_bytes, config.train.seed)
     rate = config.generated_bytes / (time.perf_counter() - start)
@@ -140,7 +142,6 @@ def _print_sample(decoder: Decoder, config: DemoConfig, console: Console) -> byt
     )
     title = f"What it writes, one byte at a time from a key-value cache ({rate:.0f} bytes/s)"
     console.print(Panel(escape(shown), title=title, title_align="left"))
-    return text
 
 
 def _draw(
@@ -164,9 +165,8 @@ def _print_summary(
     steps: Sequence[Step], costs: Sequence[StepCost], drawn: Sequence[Path], console: Console
 ) -> None:
     last = steps[-1]
-    tail = steps[-max(1, len(steps) // 10) :]
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("loss", f"{steps[0].loss:.2f} -> {_mean(s.loss for s in tail):.2f} nats a byte")
+    facts.add_row("loss", f"{steps[0].loss:.2f} -> {_last_tenth(steps):.2f} nats a byte")
     facts.add_row("trained", f"{len(steps)} steps, {last.tokens:,} bytes, {last.seconds:.0f} s")
     facts.add_row("speed", f"{last.tokens / last.seconds:,.0f} tokens/s")
     skipped = _mean(s.skipped_percent for s in steps)
@@ -192,6 +192,11 @@ def _print_costs(costs: Sequence[StepCost], console: Console) -> None:
 
 def _parameters(decoder: Decoder) -> int:
     return sum(p.numel() for p in decoder.parameters())
+
+
+def _last_tenth(steps: Sequence[Step]) -> float:
+    """Mean loss of the last tenth of the steps."""
+    return _mean(step.loss for step in steps[-max(1, len(steps) // 10) :])
 
 
 def _mean(values) -> float:
