@@ -108,3 +108,15 @@ def test_no_module_imports_torch_flex_attention():
         if importing.search(path.read_text())
     ]
     assert not guilty
+
+
+def test_the_readme_example_runs():
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    checks = (
+        "assert out.shape == (B, H, S, D)\n"
+        "for leaf in (query, key, value, bias):\n"
+        "    assert leaf.grad.isfinite().all() and leaf.grad.abs().max() > 0\n"
+    )
+    done = _run(sys.executable, "-c", example + checks)
+    assert done.returncode == 0, done.stderr
