@@ -35,9 +35,9 @@ def test_case_049_neighbourhoods_in_three_dimensions() -> None:
     side = 48
 
     def natten_3d(b, h, q_idx, kv_idx):
-        near = (q_idx % side - kv_idx % side).abs() <= 3
-        near &= (q_idx // side % side - kv_idx // side % side).abs() <= 3
-        return near & ((q_idx // (side * side) - kv_idx // (side * side)).abs() <= 3)
+        x = (q_idx % side - kv_idx % side).abs() <= 3
+        y = (q_idx // side % side - kv_idx // side % side).abs() <= 3
+        return x & y & ((q_idx // side**2 - kv_idx // side**2).abs() <= 3)
 
     before = peak_bytes()
     mask = attnloom.create_block_mask(natten_3d, None, None, side**3, side**3)
