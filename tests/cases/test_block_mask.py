@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import resource
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 import attnloom
 from attnloom.errors import ShapeError, TraceError
 from tests.harness.agree import agrees, qkv
+from tests.harness.memory import peak_growth
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -19,10 +19,6 @@ def causal(b, h, q_idx, kv_idx):
 
 def window(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (q_idx - kv_idx < 1024)
-
-
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def live_tiles(mask: attnloom.BlockMask) -> int:
@@ -39,9 +35,9 @@ def test_case_049_neighbourhoods_in_three_dimensions() -> None:
         y = (q_idx // side % side - kv_idx // side % side).abs() <= 3
         return x & y & ((q_idx // side**2 - kv_idx // side**2).abs() <= 3)
 
-    before = peak_bytes()
-    mask = attnloom.create_block_mask(natten_3d, None, None, side**3, side**3)
-    assert peak_bytes() - before < 2 << 30
+    with peak_growth() as peak:
+        mask = attnloom.create_block_mask(natten_3d, None, None, side**3, side**3)
+    assert peak.bytes < 2 << 30
     assert 0 < live_tiles(mask) < 0.25 * (side**3 / 128) ** 2
     rows = mask.rows(50_000, 50_003).to_mask()[0, 0]
     q, kv = torch.arange(50_000, 50_003)[:, None], torch.arange(side**3)
@@ -52,9 +48,9 @@ def test_case_049_neighbourhoods_in_three_dimensions() -> None:
 @pytest.mark.parametrize("S", [96_000, 1 << 20])
 def test_case_064_builder_never_holds_the_dense_mask(S: int) -> None:
     """S x S booleans were allocated: 9 GB at 96,000."""
-    before = peak_bytes()
-    mask = attnloom.create_block_mask(window, None, None, S, S)
-    assert peak_bytes() - before < 1 << 30
+    with peak_growth() as peak:
+        mask = attnloom.create_block_mask(window, None, None, S, S)
+    assert peak.bytes < 1 << 30
     per_row = 1024 // 128 + 1
     blocks = S // 128
     assert live_tiles(mask) == blocks * per_row - sum(range(per_row))
@@ -63,9 +59,9 @@ def test_case_064_builder_never_holds_the_dense_mask(S: int) -> None:
 @pytest.mark.slow
 def test_case_064b_lists_are_ragged() -> None:
     """At S=2^24 dense block lists take 64 GiB; a window has a handful of tiles a row."""
-    before = peak_bytes()
-    mask = attnloom.create_block_mask(window, None, None, 1 << 24, 1 << 24)
-    assert peak_bytes() - before < 2 << 30
+    with peak_growth() as peak:
+        mask = attnloom.create_block_mask(window, None, None, 1 << 24, 1 << 24)
+    assert peak.bytes < 2 << 30
     assert live_tiles(mask) < 10 * (1 << 24) // 128
 
 
@@ -74,9 +70,9 @@ def test_case_066_long_documents_from_cumulative_lengths() -> None:
     """32 documents of 16 to 33 thousand tokens: lists come straight from the lengths."""
     lengths = torch.randint(16_000, 33_000, (32,), generator=torch.Generator().manual_seed(0))
     cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    before = peak_bytes()
-    mask = attnloom.BlockMask.from_cu_seqlens(cu)
-    assert peak_bytes() - before < 1 << 30
+    with peak_growth() as peak:
+        mask = attnloom.BlockMask.from_cu_seqlens(cu)
+    assert peak.bytes < 1 << 30
     # Each document is a square of tiles, and at most one more tile on each side.
     tiles = lengths.double() / 128
     assert (tiles**2).sum() <= live_tiles(mask) <= ((tiles + 2) ** 2).sum()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-
 import pytest
 import torch
 
 import attnloom
 from tests.harness.agree import agrees, close, normal, qkv
+from tests.harness.memory import peak_growth
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -84,10 +83,10 @@ def test_case_110_plain_call_is_fused() -> None:
         return (q_idx - kv_idx).abs() <= 5
 
     q, k, v = qkv(1, 1, S, 32)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    mask = attnloom.create_block_mask(window, None, None, S, S)
-    attnloom.flex_attention(q, k, v, block_mask=mask).sum().backward()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
+    with peak_growth() as peak:
+        mask = attnloom.create_block_mask(window, None, None, S, S)
+        attnloom.flex_attention(q, k, v, block_mask=mask).sum().backward()
+    assert peak.bytes < 400 << 20
 
 
 def gradients(threads: int) -> list[torch.Tensor]:

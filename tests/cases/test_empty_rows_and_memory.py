@@ -83,7 +83,7 @@ def test_case_031_debug_mode_names_the_tensor() -> None:
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + short_table[kv_idx]
 
-    with pytest.raises(ShapeError, match="short_table.*kv_idx=20"):
+    with pytest.raises(ShapeError, match=r"short_table.*kv_idx=20"):
         attnloom.flex_attention(
             *qkv(1, 1, 64, 16), score_mod, kernel_options={"debug_bounds": True}
         )

@@ -8,6 +8,7 @@ import torch
 from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
+from tests.harness.memory import peak_growth
 from tests.harness.planted import Bugs, tiled
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -68,3 +69,10 @@ def test_honest_implementation_passes(mod: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_honest_long_rows_pass(dtype: torch.dtype) -> None:
     check_attention(Case("plain", LONG, dtype), tiled(Bugs()))
+
+
+def test_peak_growth_sees_what_is_freed_again() -> None:
+    torch.ones(1 << 25)  # an earlier, higher peak must not hide the next one
+    with peak_growth() as peak:
+        torch.ones(1 << 24)
+    assert 60 << 20 < peak.bytes < 100 << 20
