@@ -58,7 +58,7 @@ def test_zig_when_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: Spec)
     found = look(monkeypatch, tmp_path)
     assert found is not None
-    assert found.command == (sys.executable, "-m", "ziglang", "c++")
+    assert found.command == (sys.executable, "-m", "ziglang", "cc")
     assert "-fno-sanitize=undefined" in found.flags()
 
 

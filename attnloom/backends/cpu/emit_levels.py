@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnloom.backends.cpu.emit_lines import Line, find_lines, tolerant_nodes
+from attnloom.backends.cpu.emit_lines import Line, find_lines
 from attnloom.ir.node import Axes, Program
 from attnloom.ir.passes.placement import Level
+from attnloom.ir.passes.tolerance import tolerant_nodes
 
 POSITIONS = Axes.ALL
 # Vector instructions from which a column value is stored; storing leaves one, the load.
@@ -27,7 +28,8 @@ _LEAVES = ("input", "const", "number")
 class Layout:
     """A program and how its fragments share the work.
 
-    roots: nodes that score-level functions read. tolerant, lines: of every node (emit_lines).
+    roots: nodes that score-level functions read.
+    tolerant, lines: of every node (ir/passes/tolerance.py, emit_lines.py).
     stored: for head, row and column, the nodes that other levels read from that level's struct.
     """
 

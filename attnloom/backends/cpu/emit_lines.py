@@ -1,4 +1,4 @@
-"""Values that run evenly along the key lanes, and values that may be off by a rounding.
+"""Values that run evenly along the key lanes.
 
 A Line is `base + step * lane`, base and step the same for every lane: `kv - q`, `offset[b] + kv`,
 and, where rounding twice instead of once is allowed, `slope[h] * (kv - q)`. A captured load whose
@@ -24,12 +24,6 @@ _MAX_TEXT = 240
 _REFERENCE = re.compile(r"\{(\d+)\}")
 _C_FLOATS = {DType.F32: "float", DType.F64: "double"}
 
-# Operations that pass a small error of an operand on as a small error, never as a jump or a NaN.
-_CONTINUOUS = frozenset(
-    "add sub mul neg abs min max where cast exp exp2 expm1 sin cos tan atan sinh cosh tanh asinh"
-    " sigmoid erf erfc reduce".split()
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -47,23 +41,6 @@ class Line:
     @property
     def fits(self) -> bool:
         return len(self.base) + len(self.step) <= _MAX_TEXT
-
-
-def tolerant_nodes(program: Program) -> tuple[bool, ...]:
-    """Whether each float node may be off by a few roundings.
-
-    It may if everything between it and the outputs is continuous. What reaches a comparison, a
-    rounding, an index, a divisor or the edge of a domain may not: 49 * (1 / 49) is below 1, and
-    its floor is 0.
-    """
-    strict = [False] * len(program.nodes)
-    for index in range(len(program.nodes) - 1, -1, -1):
-        node = program.nodes[index]
-        smooth = node.op in _CONTINUOUS and node.dtype.is_float and not strict[index]
-        for position, arg in enumerate(node.args):
-            dividend = node.op == "div" and position == 0 and not strict[index]
-            strict[arg] = strict[arg] or not (smooth or dividend)
-    return tuple(n.dtype.is_float and not s for n, s in zip(program.nodes, strict, strict=True))
 
 
 def find_lines(program: Program, tolerant: tuple[bool, ...]) -> tuple[Line | None, ...]:

@@ -142,7 +142,8 @@ def _command() -> tuple[str, ...] | None:
         if found is not None:
             return (found,)
     if importlib.util.find_spec("ziglang") is not None:
-        return (sys.executable, "-m", "ziglang", "c++")
+        # Not `c++`, which builds its standard library first, for a minute; kernels use none of it.
+        return (sys.executable, "-m", "ziglang", "cc")
     return None
 
 
