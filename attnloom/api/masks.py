@@ -175,10 +175,17 @@ def _sizes(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, 
 
 def _device(mod: Mod, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return _numbered(torch.device(device))
     for tensor in captured_tensors(mod):
         return tensor.device
-    return torch.get_default_device()
+    return _numbered(torch.get_default_device())
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device that tensors made on it report: "cuda" is the current one of several."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _num_arguments(mod: Mod) -> int:

@@ -19,11 +19,15 @@ _log = logging.getLogger("attnloom")
 class FlexKernelOptions(TypedDict, total=False):
     """Options of a call, all optional. Lower-case keys in the first group are attnloom's own.
 
-    backend: "auto" (default), "cpu", "tiled", "reference". A backend chosen here never falls back.
+    backend: "auto" (default), "cpu", "triton", "tiled", "reference". A backend chosen here never
+        falls back.
     exact_math: no approximate tanh or exp beyond one unit in the last place. Default False.
     deterministic: gradients bitwise equal from run to run; also switched on by
         `torch.use_deterministic_algorithms(True)`. Default False.
     debug_bounds: check every index into a captured tensor before the launch. Default False; slow.
+    fp32_precision: how GPU kernels multiply float32 matrices. "ieee" (default): float32 products;
+        "tf32x3": three tensor-core products, about float32's accuracy; "tf32": one, 10-bit
+        mantissas.
 
     The remaining keys are those of `torch.nn.attention.flex_attention.FlexKernelOptions`. They
     tune torch's own kernels and steer nothing here; they are accepted, also with the prefixes
@@ -34,6 +38,7 @@ class FlexKernelOptions(TypedDict, total=False):
     exact_math: bool
     deterministic: bool
     debug_bounds: bool
+    fp32_precision: Literal["ieee", "tf32x3", "tf32"]
 
     num_warps: int
     num_stages: int
@@ -55,6 +60,7 @@ class FlexKernelOptions(TypedDict, total=False):
     BACKEND: Literal["AUTO", "TRITON", "FLASH", "TRITON_DECODE"]
 
 
+FP32_PRECISIONS = ("ieee", "tf32x3", "tf32")
 _TORCH_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 
@@ -79,11 +85,21 @@ def _flag(name: str) -> Callable[[object], bool]:
     return parse
 
 
+def _fp32_precision(value: object) -> str:
+    if value in FP32_PRECISIONS:
+        return str(value)
+    raise OptionError(
+        f"kernel_options['fp32_precision'] is {value!r}; it must be one of "
+        f"{', '.join(repr(p) for p in FP32_PRECISIONS)}."
+    )
+
+
 _OURS: dict[str, Callable[[object], Any]] = {
     "backend": _backend,
     "exact_math": _flag("exact_math"),
     "deterministic": _flag("deterministic"),
     "debug_bounds": _flag("debug_bounds"),
+    "fp32_precision": _fp32_precision,
 }
 _TORCHS = frozenset(FlexKernelOptions.__annotations__) - frozenset(_OURS)
 

@@ -80,6 +80,7 @@ class Backend(Protocol):
 # name -> module and class; imported when first used, so that one backend never pays for another.
 BACKENDS: dict[str, tuple[str, str]] = {
     "cpu": ("attnloom.backends.cpu.launch", "CpuBackend"),
+    "triton": ("attnloom.backends.triton.launch", "TritonBackend"),
     "tiled": ("attnloom.backends.tiled", "TiledBackend"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from dataclasses import dataclass
 
 from attnloom.errors import UnsupportedError
@@ -12,12 +14,12 @@ NO_COMPILER = (
     "several times slower than compiled kernels. Install g++ or clang (or set CXX), or run "
     "'pip install ziglang', which carries one."
 )
-NO_TRITON_BACKEND = (
-    "attnloom has no Triton backend yet, so attention on {device} runs as tiled torch operators: "
-    "memory stays linear in the sequence length, speed is far below a fused kernel's."
+NO_FUSED_KERNEL = (
+    "attnloom has no fused kernel for {device} here ({why}), so attention runs as tiled torch "
+    "operators: memory stays linear in the sequence length, speed is far below a fused kernel's."
 )
-BUILT = ("auto", "cpu", "tiled", "reference")
-PLANNED = ("triton", "gluon")
+BUILT = ("auto", "cpu", "triton", "tiled", "reference")
+PLANNED = ("gluon",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,25 @@ def candidates(
             f"backend 'cpu' runs on CPU tensors; query is on a {device_type} device. "
             "Use backend='tiled', or 'auto' to let attnloom choose."
         )
+    if chosen == "triton" and not _has_triton():
+        raise UnsupportedError(
+            "backend 'triton' needs the package triton, which is not installed here. Run "
+            "'pip install triton' (Linux), or use backend='auto' to let attnloom choose."
+        )
     if chosen != "auto":
         return (Candidate(chosen),)
     if device_type == "meta":
         return (Candidate("tiled"),)  # shapes only: nothing is run
+    if device_type == "cuda" and _has_triton():
+        return (Candidate("triton"), Candidate("tiled"))
     if device_type != "cpu":
-        return (Candidate("tiled", NO_TRITON_BACKEND.format(device=device_type)),)
+        why = "triton is not installed" if device_type == "cuda" else "it has CUDA and CPU kernels"
+        return (Candidate("tiled", NO_FUSED_KERNEL.format(device=device_type, why=why)),)
     if not has_compiler:
         return (Candidate("tiled", NO_COMPILER),)
     return (Candidate("cpu"), Candidate("tiled"))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -13,10 +13,11 @@ from attnloom.ir.node import DType
 class KernelOptions:
     """What `kernel_options` may say to attnloom, after validation.
 
-    backend: "auto", "cpu", "tiled" (torch operators), "reference", later "triton" and "gluon".
+    backend: "auto", "cpu", "triton", "tiled" (torch operators), "reference", later "gluon".
         An explicitly chosen backend never falls back.
     exact_math: no approximate tanh or exp beyond one unit in the last place of the type.
     deterministic: gradients are bitwise equal from run to run.
+    fp32_precision: how GPU kernels multiply float32 matrices: "ieee", "tf32x3" or "tf32".
     debug_bounds: check every index into a captured tensor and name the tensor that is overrun.
     """
 
@@ -24,6 +25,7 @@ class KernelOptions:
     exact_math: bool = False
     deterministic: bool = False
     debug_bounds: bool = False
+    fp32_precision: str = "ieee"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,14 +54,28 @@ def eager(problem: Problem) -> Outputs:
     return weights @ v, lse, scores.detach().amax(-1)
 
 
-def attnloom_with(**kernel_options: Any) -> Implementation:
-    """The public API under these kernel options."""
-    return functools.partial(_attnloom, kernel_options=kernel_options)
+def attnloom_with(device: str = "cpu", **kernel_options: Any) -> Implementation:
+    """The public API under these kernel options, on a copy of the problem on another device."""
+    return functools.partial(_attnloom, kernel_options=kernel_options, device=device)
 
 
-def _attnloom(problem: Problem, kernel_options: dict[str, Any]) -> Outputs:
+def _on(device: str, problem: Problem) -> Problem:
+    """The problem there, strides and all; gradients flow back to the tensors here."""
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        room = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        return room.copy_(x)
+
+    query, key, value = (move(x) for x in (problem.query, problem.key, problem.value))
+    captures = {name: move(x) for name, x in problem.captures.items()}
+    return replace(problem, query=query, key=key, value=value, captures=captures)
+
+
+def _attnloom(problem: Problem, kernel_options: dict[str, Any], device: str) -> Outputs:
     import attnloom
 
+    if device != "cpu":
+        problem = _on(device, problem)
     case, s = problem.case, problem.case.sizes
     score_mod, mask_mod = problem.mods
     block_mask = None
@@ -72,7 +87,7 @@ def _attnloom(problem: Problem, kernel_options: dict[str, Any]) -> Outputs:
             s.Hq if "h" in axes else None,
             s.Q_LEN,
             s.KV_LEN,
-            device="cpu",
+            device=device,
             BLOCK_SIZE=case.block_size,
         )
     out, aux = attnloom.flex_attention(
@@ -86,7 +101,7 @@ def _attnloom(problem: Problem, kernel_options: dict[str, Any]) -> Outputs:
         kernel_options=kernel_options or None,
         return_aux=attnloom.AuxRequest(lse=True, max_scores=True),
     )
-    return out, aux.lse, aux.max_scores
+    return tuple(x.to("cpu") for x in (out, aux.lse, aux.max_scores))
 
 
 @contextlib.contextmanager

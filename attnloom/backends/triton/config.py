@@ -1,0 +1,45 @@
+"""Compile-time configuration of a kernel, passed as one constexpr object.
+
+Triton needs `repr`, `hash` and `cache_key` of such an object and reads constexprs from its
+attributes; jit functions among them are the points where a user's fragments enter a kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+# The interpreter runs kernels as plain Python, where a constexpr is just its value.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Base of the frozen configurations of each phase; fields are ints, bools, dtypes, jit
+    functions."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if not name.isupper() or INTERPRETED or isinstance(value, JITFunction):
+            return value
+        return tl.constexpr(value)
+
+    @property
+    def cache_key(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        parts = (f"{f.name}={_text(object.__getattribute__(self, f.name))}" for f in fields(self))
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+def _text(value: object) -> str:
+    return value.cache_key if isinstance(value, JITFunction) else str(value)

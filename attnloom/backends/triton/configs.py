@@ -1,0 +1,155 @@
+"""Which tile sizes a kernel runs with: tables by architecture and shape class, best first.
+
+A table lists what was measured fastest, then smaller ones. A candidate is dropped when its shared
+memory surely exceeds the device's; one that Triton still refuses for resources is followed by the
+next (launch_forward.py). Measurements: docs/log.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from attnloom.backends.triton.config import INTERPRETED
+
+HALF = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 512
+_UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What matters of a device. arch: 10 * major + minor on NVIDIA, 0 elsewhere."""
+
+    arch: int
+    shared_bytes: int
+    num_processors: int
+    l2_bytes: int
+
+    @property
+    def has_tma(self) -> bool:
+        return self.arch >= 90
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """The device that tensors on `device` run on; the interpreter has no limits."""
+    if device.type != "cuda":
+        return Device(0, _UNLIMITED, 4, _UNLIMITED)
+    found = torch.cuda.get_device_properties(device)
+    is_amd = torch.version.hip is not None
+    return Device(
+        0 if is_amd else 10 * found.major + found.minor,
+        65536 if is_amd else found.shared_memory_per_block_optin,
+        found.multi_processor_count,
+        getattr(found, "L2_cache_size", 0) or 1 << 22,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One way to run a kernel."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a choice depends on.
+
+    width: larger of D and Dv as covered by chunks. itemsize: of the operands in bytes.
+    max_m, max_n: a tile must not be larger: block sizes of the mask, lengths.
+    num_rows: tiles of one row in the whole problem (B * Hq * Q_LEN).
+    """
+
+    width: int
+    itemsize: int
+    max_m: int
+    max_n: int
+    num_rows: int
+
+
+# (arch at least, width at most) -> tiles. First match counts; AMD has arch 0.
+_FORWARD_HALF: tuple[tuple[int, int, tuple[Tile, ...]], ...] = (
+    (90, 64, (Tile(128, 128, 8, 3), Tile(128, 64, 4, 3))),
+    (90, 96, (Tile(128, 64, 4, 3),)),
+    (90, 128, (Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2))),
+    (90, 256, (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))),
+    (80, 64, (Tile(128, 64, 4, 3), Tile(128, 32, 4, 3))),
+    (80, 128, (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 32, 4, 2))),
+    (80, 256, (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2))),
+    (0, 64, (Tile(128, 64, 4, 2), Tile(64, 64, 4, 1))),
+    (0, 128, (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1))),
+    (0, 512, (Tile(64, 32, 8, 1),)),
+)
+# tf32 and float32 by fused multiply-adds; accumulators and operands are twice as large.
+_FORWARD_FLOAT: tuple[tuple[int, int, tuple[Tile, ...]], ...] = (
+    (0, 64, (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
+    (0, 128, (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2))),
+    (0, 512, (Tile(32, 32, 4, 1),)),
+)
+_SMALL = (
+    Tile(64, 32, 4, 2),
+    Tile(64, 32, 8, 1),
+    Tile(32, 32, 4, 1),
+    Tile(32, 16, 4, 1),
+    Tile(16, 16, 4, 1),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
+    """Tiles to try for a forward, best first; at least one."""
+    table = _FORWARD_HALF if shape.itemsize == 2 else _FORWARD_FLOAT
+    found: tuple[Tile, ...] = ()
+    for arch, width, tiles in table:
+        if device.arch >= arch and shape.width <= width:
+            found = tiles
+            break
+    if shape.itemsize == 8:
+        found = (Tile(32, 32, 4, 1),)
+    best = found[0] if found else _SMALL[0]
+    if -(-shape.num_rows // min(best.tile_m, shape.max_m)) < device.num_processors:
+        # too few programs for the device: halve the tiles
+        found = (Tile(64, min(best.tile_n, 64), 4, best.num_stages), *found)
+    fitted = [_clamped(t, shape) for t in (*found, *_SMALL)]
+    kept = [t for t in dict.fromkeys(fitted) if shared_bytes(t, shape) <= device.shared_bytes]
+    return tuple(kept) or (Tile(16, 16, 4, 1),)
+
+
+def _clamped(tile: Tile, shape: Shape) -> Tile:
+    tile_m, tile_n = min(tile.tile_m, shape.max_m), min(tile.tile_n, shape.max_n)
+    warps = tile.num_warps
+    if tile_m < tile.tile_m or tile_n < tile.tile_n:
+        warps = min(warps, 4)
+    if INTERPRETED:
+        # an interpreted step costs milliseconds whatever its size
+        return Tile(tile_m, tile_n, 4, 1)
+    return Tile(tile_m, tile_n, warps, tile.num_stages)
+
+
+def shared_bytes(tile: Tile, shape: Shape) -> int:
+    """Shared memory that a forward surely needs: the stages of keys and values."""
+    return shape.itemsize * shape.width * tile.tile_n * 2 * max(tile.num_stages - 1, 1)
+
+
+def chunks(width: int) -> tuple[int, int, int]:
+    """Up to three power-of-two chunks, each at least 16, that cover a head dimension tightly."""
+    parts: list[int] = []
+    rest = width
+    while rest > 0 and len(parts) < 2:
+        part = 1 << (rest.bit_length() - 1)
+        # what would be left is smaller than the smallest tile side: cover all of it at once
+        if part < 16 or (rest - part and rest - part <= 16 and part < 32):
+            part = max(16, triton.next_power_of_2(rest))
+        parts.append(part)
+        rest -= part
+    if rest > 0:
+        parts.append(max(16, triton.next_power_of_2(rest)))
+    return tuple(parts + [0] * (3 - len(parts)))  # type: ignore[return-value]

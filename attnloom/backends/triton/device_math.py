@@ -1,0 +1,266 @@
+"""Functions that generated fragments call, where Triton's own operators differ from torch's or
+lack one.
+
+Integer division and remainder in Triton truncate; torch floors. A zero divisor gives zero: it can
+only be met in lanes that a mask or a `where` discards.
+"""
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from attnloom.backends.triton.config import INTERPRETED
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def _library(name: str, interpreted):
+    """A function of the device library; under Triton's interpreter, numpy's counterpart of it."""
+    if not INTERPRETED:
+        return getattr(libdevice, name)
+    from triton.runtime.interpreter import TensorHandle
+
+    def call(*operands):
+        first = max(operands, key=lambda t: len(t.type.shape) if t.type.is_block() else 0)
+        values = [t.handle.data for t in operands]
+        dtype = first.type.scalar
+        result = interpreted(*values).astype(values[0].dtype)
+        return tl.core.tensor(TensorHandle(result, dtype), first.type)
+
+    return call
+
+
+def _erf(x):
+    import math
+
+    return np.vectorize(math.erf, otypes=[float])(x)
+
+
+tan = _library("tan", np.tan)
+asin = _library("asin", np.arcsin)
+acos = _library("acos", np.arccos)
+atan = _library("atan", np.arctan)
+atan2 = _library("atan2", np.arctan2)
+asinh = _library("asinh", np.arcsinh)
+acosh = _library("acosh", np.arccosh)
+atanh = _library("atanh", np.arctanh)
+erfc = _library("erfc", lambda x: 1.0 - _erf(x))
+power = _library("pow", np.power)
+exp_library = _library("exp", np.exp)
+exp2_library = _library("exp2", np.exp2)
+expm1_library = _library("expm1", np.expm1)
+log_library = _library("log", np.log)
+log2_library = _library("log2", np.log2)
+log1p_library = _library("log1p", np.log1p)
+tanh_library = _library("tanh", np.tanh)
+sinh_library = _library("sinh", np.sinh)
+cosh_library = _library("cosh", np.cosh)
+erf_library = _library("erf", _erf)
+sqrt_library = _library("sqrt", np.sqrt)
+
+
+@triton.jit
+def whole(values, i):
+    """The integer that `packed.pack_int` put at values[i], values[i + 1] and values[i + 2]."""
+    high = tl.cast(values[i], tl.int64) * 16777216 + tl.cast(values[i + 1], tl.int64)
+    return high * 16777216 + tl.cast(values[i + 2], tl.int64)
+
+
+@triton.jit
+def whole32(values, i):
+    """`whole` for a value known to fit 32 bits."""
+    return tl.cast(values[i + 1], tl.int32) * 16777216 + tl.cast(values[i + 2], tl.int32)
+
+
+@triton.jit
+def double(values, i):
+    """The float64 that `packed.pack_double` put at values[i], values[i + 1] and values[i + 2]."""
+    return (
+        tl.cast(values[i], tl.float64)
+        + tl.cast(values[i + 1], tl.float64)
+        + tl.cast(values[i + 2], tl.float64)
+    )
+
+
+@triton.jit
+def real(values, i, ACC: tl.constexpr):
+    """A packed real number in the type of scores."""
+    if tl.float64 == ACC:
+        return double(values, i)
+    else:
+        return tl.cast(values[i], ACC)
+
+
+@triton.jit
+def truncdiv(a, b):
+    safe = tl.where(b == 0, 1, b)
+    return tl.where(b == 0, 0, a // safe)
+
+
+@triton.jit
+def floordiv(a, b):
+    safe = tl.where(b == 0, 1, b)
+    quotient = a // safe
+    remainder = a - quotient * safe
+    lower = (remainder != 0) & ((remainder < 0) != (safe < 0))
+    return tl.where(b == 0, 0, tl.where(lower, quotient - 1, quotient))
+
+
+@triton.jit
+def mod(a, b):
+    safe = tl.where(b == 0, 1, b)
+    remainder = a - (a // safe) * safe
+    wrap = (remainder != 0) & ((remainder < 0) != (safe < 0))
+    return tl.where(b == 0, 0, tl.where(wrap, remainder + safe, remainder))
+
+
+@triton.jit
+def fmod_int(a, b):
+    safe = tl.where(b == 0, 1, b)
+    return tl.where(b == 0, 0, a - (a // safe) * safe)
+
+
+@triton.jit
+def fmod_float(a, b):
+    return a - trunc(a / b) * b
+
+
+@triton.jit
+def mod_float(a, b):
+    return a - tl.floor(a / b) * b
+
+
+@triton.jit
+def pow_int(a, b):
+    """a ** b by repeated squaring; a negative exponent is torch's error and gives 0 or 1 here."""
+    result = tl.where(b < 0, 0, 1) + a * 0
+    base = a
+    left = tl.where(b < 0, 0, b)
+    for _ in tl.static_range(31):
+        result = tl.where((left & 1) != 0, result * base, result)
+        base = base * base
+        left = left >> 1
+    return result
+
+
+@triton.jit
+def shift_left(a, count, BITS: tl.constexpr):
+    """a << count; all bits leave where the count is outside 0 .. BITS - 1."""
+    inside = (count >= 0) & (count < BITS)
+    return tl.where(inside, a << tl.where(inside, count, 0), 0)
+
+
+@triton.jit
+def shift_right(a, count, BITS: tl.constexpr):
+    """a >> count, arithmetic for signed types; a count outside 0 .. BITS - 1 leaves the sign
+    only."""
+    inside = (count >= 0) & (count < BITS)
+    return tl.where(inside, a >> tl.where(inside, count, 0), tl.where(a < 0, -1, 0))
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_even(x):
+    low = tl.floor(x)
+    rest = x - low
+    odd = (low * 0.5) != tl.floor(low * 0.5)
+    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), low + 1.0, low)
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 by its series where the difference would cancel."""
+    series = x * (
+        1 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * 0.0013888889))))
+    )
+    return tl.where(tl.abs(x) < 0.3, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), corrected for the rounding of 1 + x (Goldberg 1991, theorem 4)."""
+    y = 1.0 + x
+    rest = y - 1.0
+    return tl.where(rest == 0, x, tl.log(y) * (x / tl.where(rest == 0, 1.0, rest)))
+
+
+@triton.jit
+def tanh_exact(x):
+    """tanh through expm1: error of a few units in the last place over the whole range."""
+    size = tl.minimum(tl.abs(x), 20.0)
+    e = expm1(-2.0 * size)
+    result = -e / (2.0 + e)
+    result = tl.where(x < 0, -result, result)
+    return tl.where(x != x, x, result)
+
+
+@triton.jit
+def tanh_ptx(x):
+    """tanh.approx.f32: one instruction, relative error below 2**-11 (PTX ISA, tanh)."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;",
+        "=f,f",
+        [x.to(tl.float32)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def sinh(x):
+    e = expm1(tl.abs(x))
+    # e / (e + 1) is inf / inf for large x
+    result = 0.5 * (e + tl.where(e < 1e30, e / (e + 1.0), 1.0))
+    return tl.where(x < 0, -result, result)
+
+
+@triton.jit
+def cosh(x):
+    return 0.5 * (tl.exp(x) + tl.exp(-x))
+
+
+@triton.jit
+def isfinite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def isinf(x):
+    return tl.abs(x) == float("inf")
+
+
+@triton.jit
+def copysign(x, y):
+    size = tl.abs(x)
+    # 1 / y tells -0.0 from 0.0
+    negative = (y < 0) | ((y == 0) & (1.0 / y < 0))
+    return tl.where(negative, -size, size)
+
+
+@triton.jit
+def clamp_index(i, size):
+    """A negative index counts from the end; what is still outside is clamped into the tensor."""
+    wrapped = tl.where(i < 0, i + size, i)
+    return tl.minimum(tl.maximum(wrapped, 0), tl.maximum(size - 1, 0))

@@ -1,0 +1,66 @@
+"""The Triton backend: NVIDIA and AMD GPUs, and CPU tensors under Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
+from attnloom.backends.triton import launch_forward
+from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.configs import MAX_HEAD_DIM
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_POSITIONS = 2**31 - 256  # row and key numbers of the last tile fit int32
+
+
+class TritonBackend:
+    """Fused attention in Triton kernels; see `registry.Backend`."""
+
+    name = "triton"
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        query, key, value = call.query, call.key, call.value
+        if query.device.type != ("cpu" if INTERPRETED else "cuda"):
+            return (
+                f"query is on {query.device}; Triton kernels run on CUDA and ROCm devices, and on "
+                "the CPU only when TRITON_INTERPRET=1 was set before the first import."
+            )
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dtype not in _DTYPES:
+                return (
+                    f"{name} has dtype {tensor.dtype}; the kernels take halves, float32, float64."
+                )
+            if not 1 <= tensor.size(3) <= MAX_HEAD_DIM:
+                return (
+                    f"{name} has head dimension {tensor.size(3)}; the kernels take 1 to "
+                    f"{MAX_HEAD_DIM}."
+                )
+            if tensor.size(2) > _POSITIONS:
+                return f"{name} has {tensor.size(2)} rows (the kernels take {_POSITIONS})."
+        return None
+
+    def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
+        with _on(call.query.device):
+            return launch_forward.forward(call, want_max_scores)
+
+    def backward(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        from attnloom.backends.triton import launch_backward
+
+        with _on(call.query.device):
+            return launch_backward.backward(call, out, lse, dout, dlse)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,149 @@
+"""Live blocks as the Triton kernels read them, derived from BlockLists on the mask's device.
+
+No step waits for the device: sizes are those of the given lists, so nothing is counted on the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnloom.backends.triton.packed import pack_ints
+from attnloom.block_mask import BlockLists
+
+
+@dataclass(frozen=True, slots=True)
+class TileLists:
+    """Partial and full blocks apart, and the order in which row tiles start.
+
+    partial_offsets, full_offsets: [rows + 1] int32 (int64 past 2**31 entries).
+    partial_blocks, full_blocks: int32 key blocks, ascending in a row. A block that overhangs
+    kv_len is
+        filed as partial, so that kernels mask out-of-range keys in partial blocks only.
+    order: [units, tiles] int32, row tiles by falling number of live blocks; a unit is one (b, h)
+    of the mask. step_b, step_h: unit = b * step_b + h * step_h. num_q_blocks: rows a unit.
+    """
+
+    partial_offsets: torch.Tensor
+    partial_blocks: torch.Tensor
+    full_offsets: torch.Tensor
+    full_blocks: torch.Tensor
+    order: torch.Tensor
+    step_b: int
+    step_h: int
+    num_q_blocks: int
+
+    def as_argument(self) -> tuple[torch.Tensor | float, ...]:
+        return (
+            self.partial_offsets,
+            self.partial_blocks,
+            self.full_offsets,
+            self.full_blocks,
+            self.order,
+            *pack_ints((self.step_b, self.step_h, self.num_q_blocks)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLists:
+    """For every row tile where its entries lie in BlockLists.entries.
+
+    work: [units, tiles, 3] int32 (int64 past 2**31 entries): tile, first entry, last entry + 1; in
+    a
+        unit by falling number of entries. One table, so that a program waits for memory once.
+    steps: packed step_b, step_h: unit = b * step_b + h * step_h; a unit is one (b, h) of the mask.
+    """
+
+    work: torch.Tensor
+    steps: tuple[float, ...]
+
+
+_cache: dict[tuple[object, ...], Any] = {}
+
+
+def tile_lists(blocks: BlockLists, tile_m: int) -> TileLists:
+    """TileLists of a mask for row tiles of tile_m queries; computed once a mask and tile size."""
+    return _remembered(_derive, blocks, tile_m)
+
+
+def work_lists(blocks: BlockLists, tile_m: int) -> WorkLists:
+    """WorkLists of a mask for row tiles of tile_m queries; computed once a mask and tile size."""
+    return _remembered(_derive_work, blocks, tile_m)
+
+
+def _remembered(derive: Callable[[BlockLists, int], Any], blocks: BlockLists, tile_m: int) -> Any:
+    # Parts of a mask may share one of the two tensors, so that both make the key.
+    tensors = (blocks.row_offsets, blocks.entries)
+    key = (derive, id(tensors[0]), id(tensors[1]), tile_m, blocks.q_len, blocks.kv_len)
+    found = _cache.get(key)
+    if found is None:
+        found = _cache[key] = derive(blocks, tile_m)
+        for tensor in tensors:
+            weakref.finalize(tensor, _cache.pop, key, None)
+    return found
+
+
+def _derive_work(blocks: BlockLists, tile_m: int) -> WorkLists:
+    num_q_blocks = -(-blocks.q_len // blocks.q_block)
+    order = _order(blocks, tile_m, num_q_blocks).long()
+    units, num_tiles = order.shape
+    unit = torch.arange(units, device=order.device)[:, None]
+    row = unit * num_q_blocks + order // (blocks.q_block // tile_m)
+    first, last = blocks.row_offsets[row], blocks.row_offsets[row + 1]
+    narrow = torch.int32 if blocks.entries.numel() < 2**31 else torch.int64
+    work = torch.stack((order, first, last), 2).to(narrow)
+    return WorkLists(work.view(units, num_tiles, 3), pack_ints(_steps(blocks)))
+
+
+def _steps(blocks: BlockLists) -> tuple[int, int]:
+    return (
+        blocks.num_heads if blocks.num_batches > 1 else 0,
+        1 if blocks.num_heads > 1 else 0,
+    )
+
+
+def _derive(blocks: BlockLists, tile_m: int) -> TileLists:
+    kv_block_of = blocks.entries >> 1
+    partial = (blocks.entries & 1).bool()
+    if blocks.kv_len % blocks.kv_block:
+        partial = partial | (kv_block_of == blocks.kv_len // blocks.kv_block)
+    partial_offsets, partial_blocks = _select(kv_block_of, partial, blocks.row_offsets)
+    full_offsets, full_blocks = _select(kv_block_of, ~partial, blocks.row_offsets)
+    num_q_blocks = -(-blocks.q_len // blocks.q_block)
+    return TileLists(
+        partial_offsets,
+        partial_blocks,
+        full_offsets,
+        full_blocks,
+        _order(blocks, tile_m, num_q_blocks),
+        *_steps(blocks),
+        num_q_blocks,
+    )
+
+
+def _select(
+    values: torch.Tensor, keep: torch.Tensor, row_offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets and values of the kept entries, compacted in order without a host synchronisation."""
+    count = torch.zeros(values.numel() + 1, dtype=torch.int64, device=values.device)
+    torch.cumsum(keep, 0, out=count[1:])
+    # dropped entries all land in one slot past the end
+    target = torch.where(keep, count[:-1], values.numel())
+    out = torch.zeros(values.numel() + 1, dtype=torch.int32, device=values.device)
+    out.scatter_(0, target, values)
+    offsets = count[row_offsets]
+    narrow = values.numel() < 2**31
+    return (offsets.int() if narrow else offsets), out
+
+
+def _order(blocks: BlockLists, tile_m: int, num_q_blocks: int) -> torch.Tensor:
+    num_tiles = -(-blocks.q_len // tile_m)
+    per_block = blocks.q_block // tile_m
+    live = blocks.row_offsets.diff().view(-1, num_q_blocks)
+    live = live.repeat_interleave(per_block, dim=1)[:, :num_tiles]
+    # stable: equal rows keep their order, so that neighbours share keys in the cache
+    return live.argsort(dim=1, descending=True, stable=True).int().contiguous()
