@@ -145,7 +145,9 @@ def _idle_share(tasks: int, threads: int) -> float:
 def _with_copies(call: AttentionCall, shape: _Shape, slots: tuple[int, ...]) -> BackwardSchedule:
     """A few lanes, each with buffers of its own for every captured gradient."""
     assert call.score is not None
-    one = 8 * sum(call.score.tensors[slot].numel() for slot in slots)
+    dtypes = (call.query.dtype, call.key.dtype, call.value.dtype)
+    element_bytes = 8 if torch.float64 in dtypes else 4
+    one = element_bytes * sum(call.score.tensors[slot].numel() for slot in slots)
     lanes = 1 if shape.threads == 1 else shape.threads * _LANES_PER_THREAD
     if lanes * one > _SMALL_COPIES_BYTES:
         lanes = min(shape.threads, max(1, _COPIES_BYTES // one))

@@ -12,7 +12,10 @@
 #include "parallel.h"
 #include "tiles.h"
 
-static const i64 WAVE_BYTES = 32 << 20;
+// Packed bytes of a wave; tests make it small.
+#ifndef WAVE_BYTES
+#define WAVE_BYTES (32 << 20)
+#endif
 
 // Values that already have the form GEMM reads are used where they are.
 INLINE bool value_in_place(const AttentionArgs& args) {

@@ -1,0 +1,143 @@
+"""The CPU kernels compiled for other instruction sets than this machine's, and their building
+blocks: vector widths 16, 8, 4 and 2, with and without fused multiply-add and bfloat16 pairs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from attnloom.backends.cpu import build, launch
+from tests.harness.case import Case
+from tests.harness.check import check_attention
+from tests.harness.draw import Sizes
+from tests.harness.implementations import attnloom_with
+
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+TARGETS = {"native": None, "avx2": ("-mavx2", "-mfma"), "sse2": ()}
+on_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="flags are those of x86"
+)
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Kernels are compiled for TARGETS[request.param] and forgotten afterwards."""
+    spec = functools.partial(build.KernelSpec, target=TARGETS[request.param])
+    monkeypatch.setattr(build, "KernelSpec", spec)
+    monkeypatch.setattr(launch, "_kernels", {})
+    return request.param
+
+
+@on_x86
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["avx2", "sse2"], indirect=True)
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(("mod", "Q_LEN"), [("causal", 63), ("relative_bias", 70), ("causal", 9)])
+@pytest.mark.usefixtures("target")
+def test_narrow_vectors(mod: str, Q_LEN: int, dtype: torch.dtype) -> None:
+    sizes = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=Q_LEN, KV_LEN=150, D=31, Dv=40)
+    check_attention(Case(mod, sizes, dtype, block_size=16), attnloom_with(backend="cpu"))
+
+
+DRIVER = """
+#define REAL_IS_DOUBLE {double}
+#define HAS_SCORE 0
+#include "softmax.h"
+extern "C" void exponentials(const real* x, real* out, i64 count) {{
+    for (i64 i = 0; i < count; i += W) vf_store(out + i, softmax_exp2(vf_load(x + i)));
+}}
+extern "C" void sums(const real* x, real* out) {{
+    vf v = vf_load(x);
+    out[0] = W, out[1] = vf_hsum(v), out[2] = vf_hmax(v), out[3] = vf_hmin(v);
+}}
+extern "C" void halves(const float* x, u16* half, u16* brain, i64 count) {{
+    for (i64 i = 0; i < count; i += W) {{
+        store_as(half + i, f16_from_f32(load_as<v_f32>(x + i)));
+        store_as(brain + i, bf16_from_f32(load_as<v_f32>(x + i)));
+    }}
+}}
+extern "C" void widen(const u16* x, float* half, float* brain, i64 count) {{
+    for (i64 i = 0; i < count; i += W) {{
+        store_as(half + i, f32_from_f16(load_as<v_u16>(x + i)));
+        store_as(brain + i, f32_from_bf16(load_as<v_u16>(x + i)));
+    }}
+}}
+"""
+targets = pytest.mark.parametrize(
+    "flags",
+    [TARGETS["native"], *(pytest.param(TARGETS[t], marks=on_x86) for t in ("avx2", "sse2"))],
+)
+
+
+def driver(dtype: torch.dtype, flags: tuple[str, ...] | None) -> ctypes.CDLL:
+    return build.load_source(DRIVER.format(double=int(dtype is FP64)), flags)
+
+
+def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+@targets
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_exponentials_are_within_two_units_in_the_last_place(
+    dtype: torch.dtype, flags: tuple[str, ...] | None
+) -> None:
+    smallest = -126 if dtype is FP32 else -1022
+    x = torch.linspace(smallest, 100, 1 << 16, dtype=dtype)
+    out = torch.full_like(x, torch.nan)
+    driver(dtype, flags).exponentials(pointer(x), pointer(out), ctypes.c_int64(x.numel()))
+    exact = torch.exp2(x.double())
+    assert ((out.double() - exact) / exact).abs().max() < 2 * torch.finfo(dtype).eps
+
+
+@targets
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_exponentials_at_the_edges(dtype: torch.dtype, flags: tuple[str, ...] | None) -> None:
+    lowest = torch.finfo(dtype).min
+    edges = [0.0, -torch.inf, lowest, torch.nan, -1e5, 1.0, -1.0, 20.0]
+    x = torch.tensor(edges * 8, dtype=dtype)
+    out = torch.full_like(x, 7)
+    driver(dtype, flags).exponentials(pointer(x), pointer(out), ctypes.c_int64(x.numel()))
+    expected = torch.tensor([1.0, 0, 0, torch.nan, 0, 2, 0.5, 2.0**20] * 8, dtype=dtype)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=0, equal_nan=True)
+    assert out[0] == 1  # an only key has weight one exactly
+
+
+@targets
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_horizontal_reductions(dtype: torch.dtype, flags: tuple[str, ...] | None) -> None:
+    x = torch.arange(16, dtype=dtype).sub(5).square().flip(0)
+    out = torch.zeros(4, dtype=dtype)
+    driver(dtype, flags).sums(pointer(x), pointer(out))
+    lanes = x[: int(out[0])]
+    assert out[1:].tolist() == [lanes.sum(), lanes.max(), lanes.min()]
+
+
+@targets
+def test_every_half_is_widened_exactly(flags: tuple[str, ...] | None) -> None:
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    half, brain = torch.empty(1 << 16), torch.empty(1 << 16)
+    driver(FP32, flags).widen(
+        pointer(bits), pointer(half), pointer(brain), ctypes.c_int64(bits.numel())
+    )
+    for widened, dtype in ((half, FP16), (brain, BF16)):
+        torch.testing.assert_close(
+            widened, bits.view(dtype).float(), rtol=0, atol=0, equal_nan=True
+        )
+
+
+@targets
+def test_halves_are_rounded_as_torch_rounds(flags: tuple[str, ...] | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    any_bits = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), generator=generator)
+    common = torch.randn(1 << 16, generator=generator)
+    x = torch.cat([any_bits.to(torch.int32).view(FP32), common, common * 1e-6, common * 65504])
+    half, brain = (torch.empty(x.numel(), dtype=torch.int16) for _ in range(2))
+    driver(FP32, flags).halves(pointer(x), pointer(half), pointer(brain), ctypes.c_int64(x.numel()))
+    for rounded, dtype in ((half, FP16), (brain, BF16)):
+        torch.testing.assert_close(rounded.view(dtype), x.to(dtype), rtol=0, atol=0, equal_nan=True)
