@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from attnloom.ir.node import Axes, DType, Node, Program
 
-_TL = {
+TYPES = {
     DType.BOOL: "tl.int1",
     DType.U8: "tl.uint8",
     DType.I8: "tl.int8",
@@ -163,7 +163,7 @@ def number_index(program: Program, slot: int) -> int:
     return arg_index(program, len(program.tensors)) + 3 * slot
 
 
-class _Writer:
+class Writer:
     """Writes the functions of one program under a common prefix."""
 
     def __init__(self, program: Program, prefix: str, target: Target) -> None:
@@ -236,7 +236,7 @@ class _Writer:
         elif node.op in _LIBRARY and (self.target.exact or node.dtype is DType.F64):
             text = _LIBRARY[node.op]
         names = (self._name(a) for a in node.args)
-        return text.format(*names, t=_TL[node.dtype], bits=_BITS.get(node.dtype, 0))
+        return text.format(*names, t=TYPES[node.dtype], bits=_BITS.get(node.dtype, 0))
 
     def _load(self, i: int, node: Node, lines: list[str], indent: str) -> None:
         slot = int(node.attr)  # type: ignore[call-overload]
@@ -250,7 +250,7 @@ class _Writer:
             term = f"dm.clamp_index({self._name(arg)}, {size}){widen} * {stride}"
             offset += f" + {term}"
         value = f"tl.load(args[{base}]{offset})"
-        lines.append(f"{indent}v{i} = {value}.to({_TL[node.dtype]})")
+        lines.append(f"{indent}v{i} = {value}.to({TYPES[node.dtype]})")
 
     def _reduce(self, i: int, node: Node, lines: list[str], indent: str) -> None:
         """acc = body(0); for r in 1 .. length: acc = acc (+) body(r)."""
@@ -258,7 +258,7 @@ class _Writer:
         which = int(axis).bit_length() - int(Axes.R0).bit_length()
         slot, dim = self.program.reductions[which]
         length = f"dm.whole32(args, {arg_index(self.program, slot) + 1 + 3 * dim})"
-        cone = self._cone(node.args[0], axis)
+        cone = self._cone(node.args[0], axis, self.program.axes[i] | axis)
         body = self._name(node.args[0])
         lines.append(f"{indent}r{which} = 0")
         self._cone_statements(cone, lines, indent)
@@ -282,7 +282,7 @@ class _Writer:
                 continue
             found.add(j)
             stack.extend(self.program.nodes[j].args)
-        return sorted(found)
+        return sorted(j for j in found if not self.program.axes[j] & _R_AXES & ~opened)
 
     def _name(self, i: int) -> str:
         node = self.program.nodes[i]
@@ -305,9 +305,14 @@ def _level(axes: Axes) -> int:
 
 
 def _uses_across(program: Program, levels: list[int]) -> list[int]:
-    """Nodes that a deeper level reads, and that are worth a register."""
+    """Nodes that a deeper level reads, and that are worth a register.
+
+    Steps of a reduction are written where the reduction is, which may be at the deepest level."""
     used = {
-        a for i, node in enumerate(program.nodes) for a in node.args if levels[i] > levels[a]
+        a
+        for i, node in enumerate(program.nodes)
+        for a in node.args
+        if levels[i] > levels[a] or program.axes[i] & _R_AXES
     } | {o for o in program.outputs if levels[o] < 2}
     leaves = ("input", "const", "number")
     return sorted(
@@ -338,12 +343,12 @@ from attnloom.backends.triton import device_math as dm
 
 def emit_score(program: Program, target: Target) -> str:
     """score_head, score_row and score_body(args, head, row, b, h, q, kv, score) -> score."""
-    return _Writer(program, "score", target).text(program.outputs, ", score")
+    return Writer(program, "score", target).text(program.outputs, ", score")
 
 
 def emit_mask(program: Program, target: Target) -> str:
     """mask_head, mask_row and mask_body(args, head, row, b, h, q, kv) -> bool."""
-    return _Writer(program, "mask", target).text(program.outputs, "")
+    return Writer(program, "mask", target).text(program.outputs, "")
 
 
 def module_text(*parts: str) -> str:
