@@ -26,6 +26,7 @@ from attnloom.errors import (
     UnsupportedError,
 )
 from attnloom.stats import CompileStats, compile_stats, reset_compile_stats
+from attnloom.tools import Check, Diagnosis, Explanation, check_mod, doctor, explain
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,13 @@ __all__ = [
     "CompileStats",
     "compile_stats",
     "reset_compile_stats",
+    # tools, also as commands: attnloom explain, check, doctor
+    "explain",
+    "Explanation",
+    "check_mod",
+    "Check",
+    "doctor",
+    "Diagnosis",
     # errors
     "AttnloomError",
     "CacheError",

@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnloom.errors import AttnloomError
+from attnloom.errors import AttnloomError, DtypeError, ModError, OptionError, ShapeError
+
+# What was asked for means nothing, as opposed to: it was tried, and failed.
+_MISUSE = (OptionError, ModError, ShapeError, DtypeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,14 @@ class Command:
     module: str
 
 
-COMMANDS = (Command("demo", "train a small language model through attnloom", "attnloom.cli.demo"),)
+COMMANDS = (
+    Command("demo", "train a small language model through attnloom", "attnloom.cli.demo"),
+    Command(
+        "explain", "show what attnloom makes of a score_mod or mask_mod", "attnloom.cli.explain"
+    ),
+    Command("check", "compare a mod's values and gradients with the oracle", "attnloom.cli.check"),
+    Command("doctor", "say what this machine offers and what is missing", "attnloom.cli.doctor"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return importlib.import_module(args.module).run(args)
     except AttnloomError as error:
         print(f"attnloom {args.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, _MISUSE) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,208 @@
+"""The problem that a tool looks at: sizes, types and place, checked once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attnloom.api.masks import create_block_mask
+from attnloom.block_mask import BlockMask
+from attnloom.errors import DtypeError, ModError, OptionError, ShapeError
+from attnloom.masking.captures import captured_tensors
+from attnloom.masking.lists import block_size_pair
+from attnloom.tools.target import kind_of
+from attnloom.trace.messages import mod_name
+
+Mod = Callable[..., Any]
+Progress = Callable[[str], None]
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def silent(stage: str) -> None:
+    """The Progress that shows nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """query [batch, heads, q_len, head_dim]; key and value [batch, kv_heads, kv_len, head_dim].
+
+    block_size: (query, key) tokens of a BlockMask's tile.
+    """
+
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: tuple[int, int]
+    device: torch.device
+
+    @property
+    def num_scores(self) -> int:
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    def shrunk(self, most_tokens: int, most_heads: int) -> Setting:
+        """The same with lengths and heads cut, and one batch entry; groups of heads stay whole."""
+        group = self.heads // self.kv_heads
+        kv_heads = max(1, min(self.kv_heads, most_heads // group))
+        return replace(
+            self,
+            batch=1,
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            q_len=min(self.q_len, most_tokens),
+            kv_len=min(self.kv_len, most_tokens),
+        )
+
+    def inputs(self, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """query, key and value from a standard normal, drawn in the setting's dtype."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = (
+            (self.heads, self.q_len),
+            (self.kv_heads, self.kv_len),
+            (self.kv_heads, self.kv_len),
+        )
+        q, k, v = (
+            torch.randn(self.batch, h, n, self.head_dim, generator=generator)
+            .to(self.dtype)
+            .to(self.device)
+            for h, n in rows
+        )
+        return q, k, v
+
+    def placeholders(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """query, key and value of the full size over one element of memory each."""
+        rows = (
+            (self.heads, self.q_len),
+            (self.kv_heads, self.kv_len),
+            (self.kv_heads, self.kv_len),
+        )
+        q, k, v = (
+            torch.zeros(1, dtype=self.dtype, device=self.device).expand(
+                self.batch, h, n, self.head_dim
+            )
+            for h, n in rows
+        )
+        return q, k, v
+
+    def block_mask(self, mask_mod: Mod) -> BlockMask:
+        """The mask over all batch entries and heads; lists that do not differ are stored once."""
+        return create_block_mask(
+            mask_mod,
+            self.batch,
+            self.heads,
+            self.q_len,
+            self.kv_len,
+            device=self.device,
+            BLOCK_SIZE=self.block_size,
+        )
+
+
+def make_setting(
+    mods: tuple[Mod | None, ...],
+    *,
+    q_len: int,
+    kv_len: int | None,
+    batch: int,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    dtype: torch.dtype | str,
+    block_size: int | tuple[int, int],
+    device: torch.device | str | None,
+) -> Setting:
+    """A setting from a user's values; None takes q_len, heads, and the mods' own device.
+
+    Raises:
+        ShapeError: a size is no positive int, or heads are no multiple of kv_heads.
+        DtypeError: attention does not take the dtype. OptionError: block_size means nothing.
+    """
+    sizes = {
+        "q_len": q_len,
+        "kv_len": q_len if kv_len is None else kv_len,
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": head_dim,
+    }
+    checked = {name: _positive(name, value) for name, value in sizes.items()}
+    if checked["heads"] % checked["kv_heads"]:
+        raise ShapeError(
+            f"heads is {heads} and kv_heads {kv_heads}; query heads must be a multiple of key "
+            "heads."
+        )
+    return Setting(
+        **checked,
+        dtype=_dtype(dtype),
+        block_size=block_size_pair(block_size),
+        device=_device(mods, device),
+    )
+
+
+def check_mods(score_mod: object, mask_mod: object) -> None:
+    """At least one mod, each in its own place.
+
+    Raises:
+        OptionError: both are None. ModError: one is no function, takes a wrong number of arguments,
+        or is the other kind.
+    """
+    if score_mod is None and mask_mod is None:
+        raise OptionError("score_mod and mask_mod are both None; give at least one of them.")
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if mod is None:
+            continue
+        if isinstance(mod, BlockMask):
+            raise ModError(f"{name} is a BlockMask; pass its function, block_mask.mask_mod.")
+        kind = kind_of(mod, mod_name(mod))
+        if kind != name:
+            raise ModError(
+                f"'{mod_name(mod)}' is a {kind} by its number of arguments and was given as "
+                f"{name}; pass it as {kind}=."
+            )
+
+
+def _positive(name: str, value: object) -> int:
+    try:
+        size = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ShapeError(f"{name} is {value!r}; it must be an int.") from None
+    if size < 1:
+        raise ShapeError(f"{name} is {size}; it must be 1 or more.")
+    return size
+
+
+def _dtype(dtype: object) -> torch.dtype:
+    known = {**DTYPES, **{d: d for d in DTYPES.values()}}
+    found = known.get(dtype) if isinstance(dtype, (str, torch.dtype)) else None  # type: ignore
+    if found is None:
+        raise DtypeError(f"dtype is {dtype!r}; attention takes {', '.join(DTYPES)}.")
+    return found
+
+
+def _device(mods: tuple[Mod | None, ...], device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError):
+            raise OptionError(
+                f"device is {device!r}, which torch does not know. Use 'cpu', 'cuda', 'cuda:1', ..."
+            ) from None
+    for mod in mods:
+        for tensor in captured_tensors(mod) if mod is not None else ():
+            return tensor.device
+    return torch.get_default_device()
