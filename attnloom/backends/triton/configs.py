@@ -118,6 +118,34 @@ def forward_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
     if -(-shape.num_rows // min(best.tile_m, shape.max_m)) < device.num_processors:
         # too few programs for the device: halve the tiles
         found = (Tile(64, min(best.tile_n, 64), 4, best.num_stages), *found)
+    return _fitting(found, device, shape)
+
+
+# tile_m is an upper limit: rows of a decode are few. Keys stream through once, so that copies in
+# flight count, not reuse.
+_DECODE_HALF: tuple[tuple[int, int, tuple[Tile, ...]], ...] = (
+    (90, 64, (Tile(64, 128, 4, 3),)),
+    (90, 128, (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))),
+    (80, 64, (Tile(64, 64, 4, 3),)),
+    (80, 128, (Tile(64, 64, 4, 2), Tile(64, 32, 4, 3))),
+    (0, 128, (Tile(64, 32, 4, 2),)),
+    (0, 512, (Tile(32, 32, 4, 2),)),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def decode_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
+    """Tiles to try for a decode, best first; at least one."""
+    found: tuple[Tile, ...] = (Tile(32, 32, 4, 2),)
+    if shape.itemsize == 2:
+        for arch, width, tiles in _DECODE_HALF:
+            if device.arch >= arch and shape.width <= width:
+                found = tiles
+                break
+    return _fitting(found, device, shape)
+
+
+def _fitting(found: tuple[Tile, ...], device: Device, shape: Shape) -> tuple[Tile, ...]:
     fitted = [_clamped(t, shape) for t in (*found, *_SMALL)]
     kept = [t for t in dict.fromkeys(fitted) if shared_bytes(t, shape) <= device.shared_bytes]
     return tuple(kept) or (Tile(16, 16, 4, 1),)

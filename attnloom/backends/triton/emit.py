@@ -271,9 +271,9 @@ class Writer:
         for j in cone:
             self._statement(j, self.program.nodes[j], lines, indent)
 
-    def _cone(self, root: int, axis: Axes) -> list[int]:
-        """Nodes under `root` that depend on the axis; inner reductions are written by
-        themselves."""
+    def _cone(self, root: int, axis: Axes, opened: Axes) -> list[int]:
+        """Nodes under `root` that depend on the axis and on no axis but the opened ones: inner
+        reductions are written by themselves."""
         found: set[int] = set()
         stack = [root]
         while stack:

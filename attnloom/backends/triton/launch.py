@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
-from attnloom.backends.triton import launch_forward
+from attnloom.backends.triton import launch_decode, launch_forward
 from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.configs import MAX_HEAD_DIM
 
@@ -43,7 +43,8 @@ class TritonBackend:
 
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
         with _on(call.query.device):
-            return launch_forward.forward(call, want_max_scores)
+            run = launch_decode.decode if launch_decode.is_decode(call) else launch_forward.forward
+            return run(call, want_max_scores)
 
     def backward(
         self,

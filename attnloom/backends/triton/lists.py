@@ -62,6 +62,19 @@ class WorkLists:
     steps: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLists:
+    """Live blocks of all queries of a group of query heads that share a key head, for decode.
+
+    entries: int32, kv_block * 2 + partial, ascending in a unit. offsets: [units + 1] int32.
+    steps: packed step_b, step_h: unit = b * step_b + key head * step_h.
+    """
+
+    entries: torch.Tensor
+    offsets: torch.Tensor
+    steps: tuple[float, ...]
+
+
 _cache: dict[tuple[object, ...], Any] = {}
 
 
@@ -75,13 +88,18 @@ def work_lists(blocks: BlockLists, tile_m: int) -> WorkLists:
     return _remembered(_derive_work, blocks, tile_m)
 
 
-def _remembered(derive: Callable[[BlockLists, int], Any], blocks: BlockLists, tile_m: int) -> Any:
+def group_lists(blocks: BlockLists, group: int) -> GroupLists:
+    """GroupLists of a mask for groups of `group` query heads; computed once a mask and group."""
+    return _remembered(_derive_groups, blocks, group)
+
+
+def _remembered(derive: Callable[[BlockLists, int], Any], blocks: BlockLists, size: int) -> Any:
     # Parts of a mask may share one of the two tensors, so that both make the key.
     tensors = (blocks.row_offsets, blocks.entries)
-    key = (derive, id(tensors[0]), id(tensors[1]), tile_m, blocks.q_len, blocks.kv_len)
+    key = (derive, id(tensors[0]), id(tensors[1]), size, blocks.q_len, blocks.kv_len)
     found = _cache.get(key)
     if found is None:
-        found = _cache[key] = derive(blocks, tile_m)
+        found = _cache[key] = derive(blocks, size)
         for tensor in tensors:
             weakref.finalize(tensor, _cache.pop, key, None)
     return found
@@ -97,6 +115,26 @@ def _derive_work(blocks: BlockLists, tile_m: int) -> WorkLists:
     narrow = torch.int32 if blocks.entries.numel() < 2**31 else torch.int64
     work = torch.stack((order, first, last), 2).to(narrow)
     return WorkLists(work.view(units, num_tiles, 3), pack_ints(_steps(blocks)))
+
+
+def _derive_groups(blocks: BlockLists, group: int) -> GroupLists:
+    """A block is full for a group where it is full in each of its rows of blocks, and live where it
+    is live in one."""
+    num_q_blocks = -(-blocks.q_len // blocks.q_block)
+    num_kv_blocks = -(-blocks.kv_len // blocks.kv_block)
+    by_head = blocks.num_heads > 1
+    heads = blocks.num_heads // group if by_head else 1
+    rows_a_unit = (group if by_head else 1) * num_q_blocks
+    num_units = blocks.num_batches * heads
+    at = blocks.entry_rows() // rows_a_unit * num_kv_blocks + (blocks.entries >> 1)
+    count = at.new_zeros(num_units * num_kv_blocks)
+    live = count.scatter_add(0, at, torch.ones_like(at))
+    full = count.scatter_add(0, at, 1 - (blocks.entries & 1).long())
+    block = torch.arange(num_kv_blocks, device=at.device).repeat(num_units)
+    starts = torch.arange(0, live.numel() + 1, num_kv_blocks, device=at.device)
+    offsets, entries = _select(block * 2 + (full != rows_a_unit), live > 0, starts)
+    steps = (heads if blocks.num_batches > 1 else 0, 1 if by_head else 0)
+    return GroupLists(entries, offsets, pack_ints(steps))
 
 
 def _steps(blocks: BlockLists) -> tuple[int, int]:
@@ -134,7 +172,7 @@ def _select(
     # dropped entries all land in one slot past the end
     target = torch.where(keep, count[:-1], values.numel())
     out = torch.zeros(values.numel() + 1, dtype=torch.int32, device=values.device)
-    out.scatter_(0, target, values)
+    out.scatter_(0, target, values.int())
     offsets = count[row_offsets]
     narrow = values.numel() < 2**31
     return (offsets.int() if narrow else offsets), out

@@ -1,0 +1,240 @@
+"""What forward and decode kernels are compiled for, and the keys that launches are remembered
+by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from attnloom.backends.cpu.widths import needs_wide_ints
+from attnloom.backends.registry import AttentionCall, ForwardResult
+from attnloom.backends.triton import configs, emit
+from attnloom.backends.triton.arguments import (
+    is_aligned,
+    reaches_far,
+    takes_descriptor,
+    unit_stride,
+)
+from attnloom.backends.triton.config import INTERPRETED, KernelConfig
+from attnloom.backends.triton.fragments import Fragment, mask_fragment, score_fragment
+from attnloom.plan.problem import compute_type
+
+_TL = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class ForwardConfig(KernelConfig):
+    """Everything that a forward or decode kernel is compiled for; see the glossary of forward.py.
+
+    SINGLE, SPLITS, WIDTH: of decode.py only: one split; splits that a step merges; Dv in lanes.
+    """
+
+    TILE_M: int
+    TILE_N: int
+    D: int
+    DV: int
+    D0: int
+    D1: int
+    D2: int
+    E0: int
+    E1: int
+    E2: int
+    SUB: int
+    HAS_LISTS: bool
+    HAS_SCORE: bool
+    HAS_MASK: bool
+    MAY_MASK: bool
+    WANT_MAX: bool
+    MAX_UNSCALED: bool
+    USE_TMA: bool
+    ALIGNED: bool
+    OUT_ALIGNED: bool
+    PRECISION: str
+    OPERAND: tl.dtype
+    ACC: tl.dtype
+    SCORE_HEAD: JITFunction | None = None
+    SCORE_ROW: JITFunction | None = None
+    SCORE_BODY: JITFunction | None = None
+    MASK_HEAD: JITFunction | None = None
+    MASK_ROW: JITFunction | None = None
+    MASK_BODY: JITFunction | None = None
+    SINGLE: bool = False
+    SPLITS: int = 16
+    WIDTH: int = 16
+
+    __hash__ = KernelConfig.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Inputs with neighbouring elements in a row, and fresh results; max_scores may be None."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_scores: torch.Tensor | None
+
+    @staticmethod
+    def of(call: AttentionCall, want_max_scores: bool) -> Tensors:
+        query, key, value = unit_stride(call.query), unit_stride(call.key), unit_stride(call.value)
+        batch, heads, q_len, _ = query.shape
+        real = compute_type(query.dtype, key.dtype, value.dtype).torch
+        out = torch.empty(
+            (batch, heads, q_len, value.size(3)),
+            dtype=stored_type(query.dtype),
+            device=query.device,
+        )
+        lse = torch.empty((batch, heads, q_len), dtype=real, device=query.device)
+        max_scores = torch.empty_like(lse) if want_max_scores else None
+        return Tensors(query, key, value, out, lse, max_scores)
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query, self.key, self.value, self.out
+
+    def outputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """out, lse and max_scores as kernel arguments; an unused one needs an address too."""
+        return self.out, self.lse, self.lse if self.max_scores is None else self.max_scores
+
+    def result(self) -> ForwardResult:
+        return ForwardResult(self.out.to(self.query.dtype), self.lse, self.max_scores)
+
+
+def launch_key(call: AttentionCall, tensors: Tensors) -> tuple[object, ...]:
+    """All that a launch depends on but for addresses, numbers and block lists."""
+    query, key, value = tensors.query, tensors.key, tensors.value
+    blocks, score, mask = call.blocks, call.score, call.mask
+    return (
+        query.device,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.shape,
+        key.shape,
+        value.shape,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16,
+        None if score is None else score.program.digest,
+        None if mask is None else mask.program.digest,
+        None
+        if blocks is None
+        else (blocks.q_block, blocks.kv_block, blocks.q_offset, blocks.kv_offset),
+        None if score is None and mask is None else target_of(call),
+        call.scale > 0,
+        call.options,
+        tensors.max_scores is None,
+    )
+
+
+def target_of(call: AttentionCall) -> emit.Target:
+    """What the fragments of a call may use."""
+    half = call.query.dtype in configs.HALF
+    exact = call.options.exact_math
+    arch = configs.device_of(call.query.device).arch
+    wide = needs_wide_ints(call) or reaches_far(call.score) or reaches_far(call.mask)
+    return emit.Target(half and not exact and arch >= 75, wide, exact)
+
+
+def shared_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> dict[str, Any]:
+    """Fields of ForwardConfig that forward and decode choose alike."""
+    query, key, value, out = tensors.operands
+    blocks, kv_len = call.blocks, key.size(2)
+    dtype = operand_type(query.dtype, key.dtype, value.dtype)
+    target = target_of(call)
+    score = None if call.score is None else score_fragment(call.score.program, target)
+    mask = None if call.mask is None else mask_fragment(call.mask.program, target)
+    has_tail = kv_len % (tile.tile_n if blocks is None else blocks.kv_block) != 0
+    wide = compute_type(query.dtype, key.dtype, value.dtype).torch
+    return {
+        "TILE_M": tile.tile_m,
+        "TILE_N": tile.tile_n,
+        "D": query.size(3),
+        "DV": value.size(3),
+        **dict(zip(("D0", "D1", "D2"), configs.chunks(query.size(3)), strict=True)),
+        **dict(zip(("E0", "E1", "E2"), configs.chunks(value.size(3)), strict=True)),
+        "SUB": 1 if blocks is None else blocks.kv_block // tile.tile_n,
+        "HAS_LISTS": blocks is not None,
+        "HAS_SCORE": score is not None,
+        "HAS_MASK": mask is not None,
+        "MAY_MASK": mask is not None or blocks is not None or has_tail,
+        "WANT_MAX": tensors.max_scores is not None,
+        "MAX_UNSCALED": score is None and call.scale > 0,
+        "USE_TMA": _uses_tma(call, tensors),
+        "ALIGNED": all(is_aligned(t) for t in (query, key, value)),
+        "OUT_ALIGNED": is_aligned(out),
+        "PRECISION": precision_of(call, dtype),
+        "OPERAND": _TL[dtype],
+        "ACC": _TL[wide],
+        **fragment_fields("SCORE", score),
+        **fragment_fields("MASK", mask),
+    }
+
+
+def _uses_tma(call: AttentionCall, tensors: Tensors) -> bool:
+    query, key, value = tensors.query, tensors.key, tensors.value
+    return (
+        configs.device_of(query.device).has_tma
+        and not INTERPRETED
+        and query.dtype == key.dtype == value.dtype
+        and all(takes_descriptor(t) for t in (query, key, value))
+    )
+
+
+def fragment_fields(prefix: str, fragment: Fragment | None) -> dict[str, JITFunction | None]:
+    """Fields SCORE_HEAD, SCORE_ROW, SCORE_BODY (or MASK_*) of a kernel's configuration."""
+    parts = ("head", "row", "body")
+    return {f"{prefix}_{p.upper()}": getattr(fragment, p, None) for p in parts}
+
+
+def value_of(config: KernelConfig, name: str) -> Any:
+    """A field as a Python value, where attribute access gives a constexpr."""
+    return object.__getattribute__(config, name)
+
+
+def chunk_widths(config: ForwardConfig, letter: str) -> tuple[int, int, int]:
+    """Chunks of the query and key ("D") or of the value ("E") dimension."""
+    first, second, third = (value_of(config, f"{letter}{i}") for i in range(3))
+    return first, second, third
+
+
+def overhanging_block(call: AttentionCall) -> int:
+    """The key block of the mask that overhangs KV_LEN, -1 if none does."""
+    kv_len = call.key.size(2)
+    if call.blocks is None or kv_len % call.blocks.kv_block == 0:
+        return -1
+    return kv_len // call.blocks.kv_block
+
+
+def operand_type(*dtypes: torch.dtype) -> torch.dtype:
+    """Type of matrix operands: that of query if all are halves, else the widest."""
+    dtypes = tuple(stored_type(d) for d in dtypes)
+    widest = max(dtypes, key=lambda d: d.itemsize)
+    return dtypes[0] if widest.itemsize == 2 else widest
+
+
+def stored_type(dtype: torch.dtype) -> torch.dtype:
+    """Type that a kernel computes with and stores in place of one: Triton's interpreter multiplies
+    the bit patterns of bfloat16, and truncates where it rounds to it."""
+    return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
+
+
+def precision_of(call: AttentionCall, dtype: torch.dtype) -> str:
+    """input_precision of tl.dot; halves and doubles have one only."""
+    return call.options.fp32_precision if dtype == torch.float32 else "ieee"
+
+
+def triton_type(dtype: torch.dtype) -> tl.dtype:
+    return _TL[dtype]

@@ -1,0 +1,187 @@
+"""Decode launches: when a call is one, into how many splits, and its kernels' arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from attnloom.backends.registry import AttentionCall, ForwardResult
+from attnloom.backends.triton import configs
+from attnloom.backends.triton.arguments import bind, descriptors, steps
+from attnloom.backends.triton.decode import combine_kernel, decode_kernel
+from attnloom.backends.triton.fields import (
+    ForwardConfig,
+    Tensors,
+    chunk_widths,
+    launch_key,
+    operand_type,
+    overhanging_block,
+    shared_fields,
+    value_of,
+)
+from attnloom.backends.triton.lists import group_lists
+from attnloom.backends.triton.packed import pack_double, pack_ints
+
+MAX_ROWS = 64  # query heads of a group times queries that count as decode
+MAX_ROWS_IDLE = 128  # the same where a forward would leave processors idle
+_MAX_SPLITS = 128
+_NO_LISTS = (0.0,) * 8
+_READY_LIMIT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A launch but for its addresses; num_splits, num_rows: extent of the partial results."""
+
+    config: ForwardConfig
+    tile: configs.Tile
+    next_tiles: tuple[configs.Tile, ...]
+    grid: int
+    num_units: int
+    num_splits: int
+    num_rows: int
+    shape: tuple[float, ...]
+    strides: tuple[float, ...]
+
+
+_ready: dict[tuple[object, ...], _Ready] = {}
+
+
+def is_decode(call: AttentionCall) -> bool:
+    """Whether queries are so few that programs must share their keys to fill the device."""
+    batch, heads, q_len, _ = call.query.shape
+    num_rows = heads // call.key.size(1) * q_len
+    if num_rows <= MAX_ROWS:
+        return True
+    device = configs.device_of(call.query.device)
+    return num_rows <= MAX_ROWS_IDLE and batch * heads < device.num_processors
+
+
+def decode(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
+    """Run the decode kernel and, with more than one split, the merging one. No tensor is empty."""
+    tensors = Tensors.of(call, want_max_scores)
+    key = launch_key(call, tensors)
+    ready = _ready.get(key)
+    if ready is None:
+        ready = _remember(key, _prepare(call, tensors, _tiles(call)))
+    while True:
+        try:
+            _launch(ready, call, tensors)
+            return tensors.result()
+        except OutOfResources:
+            if not ready.next_tiles:
+                raise
+            ready = _remember(key, _prepare(call, tensors, ready.next_tiles))
+
+
+def _remember(key: tuple[object, ...], ready: _Ready) -> _Ready:
+    if len(_ready) >= _READY_LIMIT:
+        _ready.clear()
+    _ready[key] = ready
+    return ready
+
+
+def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
+    cfg, tile = ready.config, ready.tile
+    key, value = tensors.key, tensors.value
+    sources: tuple[object, ...] = (key, key, key, value, value, value)
+    if value_of(cfg, "USE_TMA"):
+        sources = (
+            *descriptors(key, tile.tile_n, chunk_widths(cfg, "D")),
+            *descriptors(value, tile.tile_n, chunk_widths(cfg, "E")),
+        )
+    lists: tuple[object, ...] = _NO_LISTS
+    if call.blocks is not None:
+        found = group_lists(call.blocks, call.query.size(1) // key.size(1))
+        lists = (found.entries, found.offsets, *found.steps)
+    partial: tuple[torch.Tensor, ...] = (tensors.lse,) * 3
+    if ready.num_splits > 1:
+        rows = (ready.num_units, ready.num_splits, ready.num_rows)
+        sums = tensors.lse.new_empty(2, *rows)
+        partial = (tensors.lse.new_empty(*rows, value.size(3)), sums[0], sums[1])
+    scale = pack_double(call.scale)
+    decode_kernel[(ready.grid,)](
+        tensors.query, *sources, *tensors.outputs(), *partial, lists, bind(call.score),
+        bind(call.mask), scale, ready.shape, ready.strides, cfg,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if ready.num_splits > 1:
+        combine_kernel[(ready.num_units * ready.num_rows,)](
+            *partial, *tensors.outputs(), scale, ready.shape, ready.strides, cfg, num_warps=4
+        )
+
+
+def _prepare(call: AttentionCall, tensors: Tensors, tiles: tuple[configs.Tile, ...]) -> _Ready:
+    query, key, value, blocks = tensors.query, tensors.key, tensors.value, call.blocks
+    batch, heads, q_len, _ = query.shape
+    group = heads // key.size(1)
+    tile, *rest = tiles
+    num_units, num_rows = batch * key.size(1), group * q_len
+    num_chunks = -(-num_rows // tile.tile_m)
+    num_splits = _num_splits(
+        num_units * num_chunks,
+        -(-key.size(2) // tile.tile_n),
+        2 * configs.device_of(query.device).num_processors,
+    )
+    shape = (
+        heads,
+        group,
+        num_chunks,
+        num_splits,
+        q_len,
+        key.size(2),
+        0 if blocks is None else blocks.q_offset,
+        0 if blocks is None else blocks.kv_offset,
+        0 if key.size(0) == 1 else 1,
+        overhanging_block(call),
+    )
+    strides = [step for t in tensors.operands for step in steps(t)]
+    config = ForwardConfig(
+        **shared_fields(call, tensors, tile),
+        SINGLE=num_splits == 1,
+        WIDTH=triton.next_power_of_2(value.size(3)),
+    )
+    return _Ready(
+        config,
+        tile,
+        tuple(rest),
+        num_units * num_chunks * num_splits,
+        num_units,
+        num_splits,
+        num_rows,
+        pack_ints(shape),
+        pack_ints(strides),
+    )
+
+
+def _num_splits(num_programs: int, num_tiles: int, slots: int) -> int:
+    """Splits of each program's keys that finish soonest on `slots` programs at a time.
+
+    The time is the number of rounds over the splits, and a twentieth more where splits must be
+    merged."""
+    most = max(1, min(_MAX_SPLITS, num_tiles // 2, 2 * slots // num_programs))
+
+    def cost(splits: int) -> float:
+        rounds = -(-num_programs * splits // slots)
+        return rounds / splits * (1.05 if splits > 1 else 1.0)
+
+    return min(range(1, most + 1), key=lambda n: (round(cost(n), 6), n))
+
+
+def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
+    query, key, value, blocks = call.query, call.key, call.value, call.blocks
+    limit_n = max(16, 1 << (key.size(2) - 1).bit_length())
+    if blocks is not None:
+        limit_n = min(limit_n, blocks.kv_block)
+    num_rows = query.size(1) // key.size(1) * query.size(2)
+    shape = configs.Shape(
+        width=max(sum(configs.chunks(query.size(3))), sum(configs.chunks(value.size(3)))),
+        itemsize=operand_type(query.dtype, key.dtype, value.dtype).itemsize,
+        max_m=max(16, triton.next_power_of_2(num_rows)),
+        max_n=limit_n,
+        num_rows=query.size(0) * query.size(1) * query.size(2),
+    )
+    return configs.decode_tiles(configs.device_of(query.device), shape)
