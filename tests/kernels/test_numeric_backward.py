@@ -10,11 +10,10 @@ import torch
 from tests.harness.case import LAYOUTS, Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
+from tests.harness.dtypes import BF16, DTYPES, DTYPES_SPARING, FP16, FP32, FP64
 from tests.harness.implementations import attnloom_with
 from tests.harness.mods import MODS
 
-FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-DTYPES = (FP64, FP32, BF16, FP16)
 # The same head dimension throughout: it is a compile-time constant of a kernel.
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=63, KV_LEN=80, D=16, Dv=16)
 SMALL = replace(SIZES, Q_LEN=20, KV_LEN=37)
@@ -52,7 +51,7 @@ def test_every_mod_in_another_dtype(mod: str, dtype: torch.dtype) -> None:
     check(Case(mod, sizes_of(mod), dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize(
     ("Q_LEN", "KV_LEN"), [(1, 1), (1, 63), (63, 1), (65, 129), (17, 300), (300, 17)]
 )
@@ -61,7 +60,7 @@ def test_lengths(mod: str, Q_LEN: int, KV_LEN: int, dtype: torch.dtype) -> None:
     check(Case(mod, replace(SIZES, Q_LEN=Q_LEN, KV_LEN=KV_LEN), dtype))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize("mod", ["causal", "relative_bias"])
 def test_length_1000(mod: str, dtype: torch.dtype) -> None:
     sizes = Sizes(B=1, Hq=2, Hkv=1, Q_LEN=1000, KV_LEN=1000, D=16, Dv=16)
@@ -96,7 +95,7 @@ def test_head_groups(Hq: int, Hkv: int, dtype: torch.dtype) -> None:
     check(Case("causal_head_slope", replace(SMALL, Hq=Hq, Hkv=Hkv), dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"contiguous"}))
 def test_layouts(layout: str, dtype: torch.dtype) -> None:
     check(Case("relative_bias", SMALL, dtype, layout=layout))
@@ -112,7 +111,7 @@ def test_mixed_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check(Case("causal", SMALL, dtype, kv_dtype=kv_dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
 def test_scale(scale: float, dtype: torch.dtype) -> None:
     check(Case("causal", SMALL, dtype, scale=scale))
@@ -130,12 +129,12 @@ def test_block_sizes(mod: str, block_size: int | tuple[int, int]) -> None:
     check(Case(mod, replace(SIZES, Q_LEN=150, KV_LEN=170), FP32, block_size=block_size))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 def test_without_gradient_of_lse(dtype: torch.dtype) -> None:
     check(Case("relative_bias", SMALL, dtype, lse_gradient=False))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize(
     "mod", [*CORE, "rbf_bias", "prefix_or", "left_padding", "singular_where_masked"]
 )

@@ -10,10 +10,9 @@ import torch
 from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
+from tests.harness.dtypes import BF16, DTYPES, DTYPES_SPARING, FP16, FP32
 from tests.harness.implementations import attnloom_with
 
-FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-DTYPES = (FP64, FP32, BF16, FP16)
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=1, KV_LEN=500, D=64, Dv=64)
 
 
@@ -39,8 +38,8 @@ def test_head_groups(Hq: int, Hkv: int, dtype: torch.dtype) -> None:
     check_decode(Case("relative_bias", replace(SIZES, Hq=Hq, Hkv=Hkv), dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("KV_LEN", [1, 15, 16, 63, 64, 127, 129, 1000, 4097])
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
+@pytest.mark.parametrize("KV_LEN", [1, 15, 16, 63, 64, 127, 129, 1000, 2049])
 def test_cache_lengths(KV_LEN: int, dtype: torch.dtype) -> None:
     check_decode(Case("causal_lower_right", replace(SIZES, KV_LEN=KV_LEN), dtype))
 
@@ -52,7 +51,7 @@ def test_head_dims(D: int, Dv: int, dtype: torch.dtype) -> None:
     check_decode(Case("causal_lower_right", replace(SIZES, D=D, Dv=Dv), dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "strided", "padded_rows", "column_major"])
 def test_layouts(layout: str, dtype: torch.dtype) -> None:
     check_decode(Case("causal_lower_right", SIZES, dtype, layout=layout))

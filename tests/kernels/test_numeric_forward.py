@@ -13,10 +13,9 @@ import torch
 from tests.harness.case import LAYOUTS, Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
+from tests.harness.dtypes import BF16, DTYPES, DTYPES_SPARING, FP16, FP32, FP64
 from tests.harness.implementations import attnloom_with
 
-FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-DTYPES = (FP64, FP32, BF16, FP16)
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=63, KV_LEN=100, D=16, Dv=16)
 
 
@@ -59,14 +58,14 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize(("Q_LEN", "KV_LEN"), LENGTHS)
 @pytest.mark.parametrize("mod", ["plain", "sliding_window", "relative_bias"])
 def test_lengths(mod: str, Q_LEN: int, KV_LEN: int, dtype: torch.dtype) -> None:
     check_forward(Case(mod, replace(SIZES, Q_LEN=Q_LEN, KV_LEN=KV_LEN), dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize("mod", ["causal", "relative_bias", "window_with_sinks"])
 def test_length_1000(mod: str, dtype: torch.dtype) -> None:
     sizes = Sizes(B=1, Hq=2, Hkv=1, Q_LEN=1000, KV_LEN=1000, D=16, Dv=16)
@@ -90,7 +89,7 @@ def test_head_groups(Hq: int, Hkv: int, dtype: torch.dtype) -> None:
     check_forward(Case("causal_head_slope", replace(SIZES, Hq=Hq, Hkv=Hkv), dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"contiguous"}))
 def test_layouts(layout: str, dtype: torch.dtype) -> None:
     check_forward(Case("relative_bias", SIZES, dtype, layout=layout))
@@ -108,13 +107,13 @@ def test_mixed_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check_forward(Case("causal", SIZES, dtype, kv_dtype=kv_dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
 def test_scale(scale: float, dtype: torch.dtype) -> None:
     check_forward(Case("causal", SIZES, dtype, scale=scale))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)
 def test_large_scores(dtype: torch.dtype) -> None:
     check_forward(Case("causal", SIZES, dtype, magnitude=30.0))
 
