@@ -9,6 +9,7 @@ import torch
 
 import attnloom
 from attnloom.backends.tiled import tiles
+from tests.harness.agree import agrees, qkv
 from tests.harness.case import LAYOUTS, Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
@@ -60,6 +61,17 @@ def test_small_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "MAX_SCORES", 1)
     for mod in ("causal", "document_relative_softcap"):
         check(Case(mod, replace(SIZES, B=1, Hq=2, Hkv=1, Q_LEN=34, KV_LEN=50)))
+
+
+def test_gradient_of_an_element_with_a_fixed_index() -> None:
+    """A constant index has no dimensions, which reshape() could not be told one by one."""
+    table = qkv(1, 1, 3, 4)[0]
+    agrees(
+        *qkv(1, 2, 5, 4),
+        lambda score, b, h, q_idx, kv_idx: score * table[0, 0, h, 2],
+        captures=[table],
+        kernel_options={"backend": "tiled"},
+    )
 
 
 def test_memory_is_linear_in_the_length() -> None:

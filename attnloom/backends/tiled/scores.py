@@ -152,4 +152,4 @@ def _with_inner(program: Program, node: int, value: torch.Tensor, inner: int) ->
     """The value with one trailing dimension a reduction axis."""
     if program.axes[node] & ~Axes.ALL:
         return value
-    return value.reshape(*value.shape, *[1] * inner)
+    return value.reshape([*value.shape, *[1] * inner])
