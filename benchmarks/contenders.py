@@ -121,7 +121,8 @@ def _dense_bias(case: Case) -> torch.Tensor | None:
 
 
 def _math(case: Case) -> Attention:
-    """Eager torch operators, every score in memory."""
+    """Eager torch operators, every score in memory; products in the inputs' dtype, scores and softmax
+    in float32, since a bfloat16 score of ALiBi at 4,096 keys is off by whole units."""
     variant = VARIANTS[case.variant]
     mask = dense_mask(case)
     score_mod = variant.score(case.num_heads) if variant.score else None
@@ -131,12 +132,12 @@ def _math(case: Case) -> Attention:
     def attention(query, key, value):
         if group > 1:
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        scores = query @ key.transpose(-2, -1) / math.sqrt(case.head_dim)
+        scores = (query @ key.transpose(-2, -1)).float() / math.sqrt(case.head_dim)
         if score_mod is not None:
-            scores = score_mod(scores, 0, heads, *_positions(case)).to(query.dtype)
+            scores = score_mod(scores, 0, heads, *_positions(case))
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-        return torch.softmax(scores, dim=-1) @ value
+        return torch.softmax(scores, dim=-1).to(value.dtype) @ value
 
     return attention
 
