@@ -42,11 +42,11 @@ def mask_fragment(program: Program, target: emit.Target) -> Fragment:
 
 
 def _fragment(prefix: str, text: str) -> Fragment:
-    module = _load(text)
+    module = load_module(text)
     return Fragment(*(getattr(module, f"{prefix}_{part}") for part in ("head", "row", "body")))
 
 
-def _load(text: str) -> ModuleType:
+def load_module(text: str) -> ModuleType:
     name = f"attnloom_fragment_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,0 +1,159 @@
+"""What the kernels of the backward share: chunked products, probabilities, and the preprocess.
+
+Backward of fused attention by recomputation (Dao et al. 2022, 2023), in two forms:
+
+    two kernels  backward_keys.py owns key tiles (dk, dv), backward_rows.py owns row tiles (dq);
+                 7 matrix products a tile; no atomics, so bitwise the same from run to run
+    one kernel   backward_keys.py adds its part of dq to memory (DQ_ATOMIC); 5 products a tile
+
+Glossary, beyond forward.py's
+    p            probabilities exp2(score_log2 - lse_log2); 0 where a score is masked
+    dp           dout . v^T
+    delta        rowsum(out * dout) - dlse, so that dscore = p * (dp - delta)
+    stats        [2, B * Hq * Q_LEN]: lse_log2 = lse * log2(e), then delta. Rows without keys and
+                 rows past Q_LEN have lse_log2 = +inf, hence p = 0, without a mask
+    sums, sinks  what gradients of captured tensors carry and where they go, see emit_grad.py
+"""
+
+import triton
+import triton.language as tl
+
+from attnloom.backends.triton.device_math import LOG2_E, whole, whole32
+from attnloom.backends.triton.tiles import load_tile, store_tile
+
+
+@triton.jit
+def load_chunks(
+    src, at, row, ROWS: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr,
+    WIDTH: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """The chunks of a [ROWS, WIDTH] tile; absent chunks repeat the first and are never used."""
+    x0 = load_tile(src[0], at, row, 0, ROWS, C0, WIDTH, cfg).to(cfg.OPERAND)
+    x1 = x0
+    x2 = x0
+    if C1 > 0:
+        x1 = load_tile(src[1], at, row, C0, ROWS, C1, WIDTH, cfg).to(cfg.OPERAND)
+    if C2 > 0:
+        x2 = load_tile(src[2], at, row, C0 + C1, ROWS, C2, WIDTH, cfg).to(cfg.OPERAND)
+    return x0, x1, x2
+
+
+@triton.jit
+def inner(a, b, C1: tl.constexpr, C2: tl.constexpr, cfg: tl.constexpr):
+    """a . b^T over chunks of the shared dimension."""
+    s = tl.dot(a[0], b[0].T, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    if C1 > 0:
+        s = tl.dot(a[1], b[1].T, s, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    if C2 > 0:
+        s = tl.dot(a[2], b[2].T, s, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    return s
+
+
+@triton.jit
+def add_product(acc, p, x, C1: tl.constexpr, C2: tl.constexpr, cfg: tl.constexpr):
+    """acc + p . x for every chunk of x's columns."""
+    acc0, acc1, acc2 = acc
+    acc0 = tl.dot(p, x[0], acc0, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    if C1 > 0:
+        acc1 = tl.dot(p, x[1], acc1, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    if C2 > 0:
+        acc2 = tl.dot(p, x[2], acc2, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    return acc0, acc1, acc2
+
+
+@triton.jit
+def zeros(
+    ROWS: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, cfg: tl.constexpr
+):
+    acc0 = tl.zeros([ROWS, C0], cfg.ACC)
+    acc1 = acc0
+    acc2 = acc0
+    if C1 > 0:
+        acc1 = tl.zeros([ROWS, C1], cfg.ACC)
+    if C2 > 0:
+        acc2 = tl.zeros([ROWS, C2], cfg.ACC)
+    return acc0, acc1, acc2
+
+
+@triton.jit
+def store_chunks(
+    dst, acc, factor, at, row, ROWS: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
+    C2: tl.constexpr, WIDTH: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """acc * factor to rows row .. row + ROWS."""
+    store_tile(dst, acc[0] * factor, at, row, 0, ROWS, C0, WIDTH, cfg.OUT_ALIGNED)
+    if C1 > 0:
+        store_tile(dst, acc[1] * factor, at, row, C0, ROWS, C1, WIDTH, cfg.OUT_ALIGNED)
+    if C2 > 0:
+        store_tile(dst, acc[2] * factor, at, row, C0 + C1, ROWS, C2, WIDTH, cfg.OUT_ALIGNED)
+
+
+@triton.jit
+def probabilities(raw, scale, lse_log2, ctx, b, h, offs_0, offs_1, cfg: tl.constexpr):
+    """(score before the mod, p) of a tile whose rows are offs_0 and columns offs_1, unmasked.
+
+    Fragments are emitted for that orientation: offs_0 takes the place of their q."""
+    score = raw * scale
+    if cfg.HAS_SCORE:
+        args, head, row = ctx
+        log2 = cfg.SCORE_BODY(args, head, row, b, h, offs_0, offs_1, score) * LOG2_E
+    else:
+        # one fused multiply-add with what follows
+        log2 = raw * (scale * LOG2_E)
+    return score, tl.exp2(log2 - lse_log2)
+
+
+@triton.jit
+def masked(p, ctx, b, h, offs_0, offs_1, inside, cfg: tl.constexpr):
+    """p where the mask holds and `inside` does, else 0. Positions are the mask's."""
+    if cfg.HAS_MASK:
+        args, head, row = ctx
+        inside = inside & cfg.MASK_BODY(args, head, row, b, h, offs_0, offs_1)
+    return tl.where(inside, p, 0.0)
+
+
+@triton.jit
+def score_gradient(ds, score, sums, sinks, ctx, b, h, offs_0, offs_1, cfg: tl.constexpr):
+    """dL/d(score before the mod), and the sums with this tile's contributions."""
+    if cfg.HAS_SCORE:
+        args, head, row = ctx
+        grad, sums = cfg.GRAD_BODY(args, sinks, head, row, b, h, offs_0, offs_1, score, ds, sums)
+        # a derivative may be infinite where nothing is propagated
+        ds = tl.where(ds != 0, tl.cast(grad, cfg.ACC), 0.0)
+    return ds, sums
+
+
+@triton.jit
+def first_sums(ROWS: tl.constexpr, cfg: tl.constexpr):
+    if cfg.HAS_SCORE:
+        return cfg.GRAD_BEGIN(ROWS)
+    else:
+        return (tl.full((), 0.0, cfg.ACC),)
+
+
+@triton.jit(do_not_specialize=["shape", "strides"])
+def delta_kernel(out, dout, dlse, lse, stats, shape, strides, cfg: tl.constexpr):
+    """stats of one row tile. shape = (Hq, Q_LEN, B * Hq * Q_LEN); strides of out, dout; packed."""
+    heads, q_len, total = whole32(shape, 0), whole32(shape, 3), whole(shape, 6)
+    tiles = tl.cdiv(q_len, cfg.TILE_M)
+    pid = tl.program_id(0)
+    row = (pid % tiles) * cfg.TILE_M
+    bh = pid // tiles
+    b, h = bh // heads, bh % heads
+    out_at = (b, h, whole(strides, 0), whole(strides, 3), whole(strides, 6), q_len)
+    dout_at = (b, h, whole(strides, 9), whole(strides, 12), whole(strides, 15), q_len)
+    products = tl.zeros([cfg.TILE_M, cfg.CHUNK], cfg.ACC)
+    for c in tl.static_range(0, cfg.DV, cfg.CHUNK):
+        o = load_tile(out, out_at, row, c, cfg.TILE_M, cfg.CHUNK, cfg.DV, cfg)
+        g = load_tile(dout, dout_at, row, c, cfg.TILE_M, cfg.CHUNK, cfg.DV, cfg)
+        products += o.to(cfg.ACC) * g.to(cfg.ACC)
+    delta = tl.sum(products, 1)
+    offs = row + tl.arange(0, cfg.TILE_M)
+    at = bh.to(tl.int64) * q_len + offs
+    live = offs < q_len
+    if cfg.HAS_DLSE:
+        delta -= tl.load(dlse + at, mask=live, other=0.0)
+    natural = tl.load(lse + at, mask=live, other=0.0)
+    lse_log2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2_E)
+    tl.store(stats + at, lse_log2, mask=live)
+    tl.store(stats + total + at, delta, mask=live)

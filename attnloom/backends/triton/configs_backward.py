@@ -1,0 +1,114 @@
+"""Which tile sizes the kernels of the backward run with; as configs.py, for its phase.
+
+In a Tile of the key kernel tile_n is what a program owns and tile_m its step; in one of the row
+kernel the other way around. Measurements: docs/log.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.configs import Device, Tile
+
+Table = tuple[tuple[int, int, tuple[Tile, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a choice depends on.
+
+    width: D and Dv as covered by chunks, the larger. itemsize: of the operands in bytes.
+    max_m, max_n: a tile must not be larger. heavy: the score_mod keeps many values alive.
+    """
+
+    width: int
+    itemsize: int
+    max_m: int
+    max_n: int
+    heavy: bool
+
+
+# (arch at least, width at most) -> tiles. First match counts; AMD has arch 0.
+_KEYS_HALF: Table = (
+    (90, 64, (Tile(64, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))),
+    (90, 128, (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2))),
+    (90, 256, (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1))),
+    (80, 64, (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2))),
+    (80, 128, (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1))),
+    (80, 256, (Tile(32, 64, 8, 1), Tile(32, 32, 4, 1))),
+    (0, 64, (Tile(32, 64, 4, 1),)),
+    (0, 128, (Tile(32, 64, 4, 1), Tile(16, 64, 4, 1))),
+)
+_ROWS_HALF: Table = (
+    (90, 64, (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))),
+    (90, 128, (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))),
+    (90, 256, (Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1))),
+    (80, 64, (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
+    (80, 128, (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1))),
+    (80, 256, (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1))),
+    (0, 64, (Tile(64, 32, 4, 1),)),
+    (0, 128, (Tile(64, 32, 4, 1), Tile(64, 16, 4, 1))),
+)
+# One kernel that adds dq to memory by TMA.
+_ADDING_HALF: Table = ((90, 64, (Tile(64, 64, 4, 2),)),)
+_SMALL = (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
+
+
+def key_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
+    """Tiles to try for the key kernel, best first; at least one."""
+    return _fitting(_KEYS_HALF, device, shape, "tile_n")
+
+
+def row_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
+    """Tiles to try for the row kernel, best first; at least one."""
+    return _fitting(_ROWS_HALF, device, shape, "tile_m")
+
+
+def adding_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
+    """Tiles of a key kernel that adds dq to memory; none where two kernels are faster."""
+    if INTERPRETED:
+        # so that small tests reach it; what is faster on a device says nothing there
+        found = (Tile(16, 32, 4, 1),)
+    else:
+        found = _lookup(_ADDING_HALF, device, shape)
+    return tuple(t for t in found if t.tile_m <= shape.max_m and t.tile_n <= shape.max_n)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitting(table: Table, device: Device, shape: Shape, owned: str) -> tuple[Tile, ...]:
+    found = _lookup(table, device, shape)
+    if shape.heavy:
+        found = tuple(t for t in found if t.tile_m * t.tile_n <= 4096)
+    fitted = [_clamped(t, shape) for t in (*found, *_SMALL)]
+    kept = [
+        t for t in dict.fromkeys(fitted) if _shared_bytes(t, shape, owned) <= device.shared_bytes
+    ]
+    return tuple(kept) or (_clamped(_SMALL[-1], shape),)
+
+
+def _lookup(table: Table, device: Device, shape: Shape) -> tuple[Tile, ...]:
+    if shape.itemsize != 2:
+        return ()
+    for arch, width, tiles in table:
+        if device.arch >= arch and shape.width <= width:
+            return tiles
+    return ()
+
+
+def _clamped(tile: Tile, shape: Shape) -> Tile:
+    tile_m, tile_n = min(tile.tile_m, shape.max_m), min(tile.tile_n, shape.max_n)
+    warps = tile.num_warps
+    if tile_m < tile.tile_m or tile_n < tile.tile_n:
+        warps = min(warps, 4)
+    if INTERPRETED:
+        # an interpreted step costs milliseconds whatever its size
+        return Tile(tile_m, tile_n, 4, 1)
+    return Tile(tile_m, tile_n, warps, tile.num_stages)
+
+
+def _shared_bytes(tile: Tile, shape: Shape, owned: str) -> int:
+    """Shared memory that a kernel surely needs: the stages of the tiles that stream through."""
+    step = tile.tile_m + tile.tile_n - getattr(tile, owned)
+    return shape.itemsize * shape.width * step * 2 * max(tile.num_stages - 1, 1)

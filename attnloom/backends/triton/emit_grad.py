@@ -1,0 +1,281 @@
+"""Emit the derivative of a score_mod as fragments of the backward kernels.
+
+    head(args, b, h), row(args, head, b, h, q)      as in emit.py
+    begin(ROWS) -> sums                             zeros, [ROWS, 1] for each sum that is carried
+    body(args, sinks, head, row, b, h, q, kv, score, dscore, sums)
+        -> (dL/d(score before the mod), sums)
+    flush(args, sinks, head, row, b, h, q, sums, pid)   what leaves once the loop is over
+
+Three kinds share these signatures:
+    plain   the derivative by the score alone
+    sinks   gradients of captured tensors too, for the kernel that walks queries with fixed keys
+    peaks   the largest size of each contribution to them, from which fixed-point scales follow
+
+The `sinks` text is that of the program with q and kv exchanged: what depends on keys alone then
+lies in `row` and is computed once a program. A contribution is reduced before it leaves a tile:
+
+    index without q           summed over queries in registers, over the whole loop; then one
+                              addition a key, or one for all keys if the index has no kv either
+    index with q, without kv  summed over the keys of a tile, one addition a query
+    index with both           one addition a score, or a store where each score has its own element
+    index along a reduction   the same, without carrying, for every step of it
+
+Lanes with dscore = 0, dead ones among them, contribute 0 whatever value they compute.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from attnloom.backends.triton.emit import TYPES, Target, Writer, arg_index, module_text
+from attnloom.ir.node import REDUCTION_AXES, Axes, Node, Program
+from attnloom.ir.passes.gradient import Contribution, Gradient, gradient
+from attnloom.ir.passes.simplify import simplify
+
+_SINKS = "from attnloom.backends.triton import sinks as sk\n"
+_EXCHANGED = {"q": "kv", "kv": "q"}
+_R_AXES = Axes.R0 | Axes.R1 | Axes.R2 | Axes.R3
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """How contributions leave. stores: for each contribution whether it is a plain store.
+    limbs: 64-bit integers an element of a fixed-point sum; 0 for floating atomics."""
+
+    stores: tuple[bool, ...]
+    limbs: int = 0
+
+
+@functools.lru_cache(maxsize=1024)
+def exchanged(program: Program) -> Program:
+    """The program of (kv, q) where the given one is of (q, kv)."""
+
+    def turn(node: Node) -> Node:
+        if node.op != "input":
+            return node
+        return replace(node, attr=_EXCHANGED.get(str(node.attr), node.attr))
+
+    return replace(program, nodes=tuple(turn(node) for node in program.nodes))
+
+
+@functools.lru_cache(maxsize=1024)
+def gradient_of(program: Program, exact: bool) -> Gradient:
+    return gradient(program, exact)
+
+
+def positions_of(program: Program, item: Contribution) -> tuple[str | None, ...]:
+    """For each dimension of a contribution's index the position it is: b, h, q, kv, or None."""
+    names: list[str | None] = []
+    for index in item.index:
+        node = program.nodes[index]
+        while node.op == "cast":
+            node = program.nodes[node.args[0]]
+        names.append(str(node.attr) if node.op == "input" else None)
+    return tuple(names)
+
+
+def emit_plain(found: Gradient, target: Target, exact: bool, swap: bool) -> str:
+    """The derivative by the score; `swap` exchanges q and kv."""
+    program = simplify(replace(found.program, outputs=found.program.outputs[:1]), exact)
+    return module_text(
+        _SINKS, _GradWriter(exchanged(program) if swap else program, "plain", target, ()).fragment()
+    )
+
+
+def emit_sinks(found: Gradient, target: Target, sinks: Sinks) -> str:
+    """All contributions, q and kv exchanged."""
+    writer = _SinkWriter(exchanged(found.program), "sinks", target, found.contributions)
+    writer.sinks = sinks
+    return module_text(_SINKS, writer.fragment())
+
+
+def emit_peaks(found: Gradient, target: Target) -> str:
+    """Largest absolute contributions; flush stores them at sinks[0] + pid * their number."""
+    return module_text(
+        _SINKS, _PeakWriter(found.program, "peaks", target, found.contributions).fragment()
+    )
+
+
+class _GradWriter(Writer):
+    """The plain kind; the others override how contributions are treated."""
+
+    def __init__(
+        self, program: Program, prefix: str, target: Target, items: tuple[Contribution, ...]
+    ) -> None:
+        super().__init__(program, prefix, target)
+        self.items = items
+        self.real = TYPES[program.nodes[program.outputs[0]].dtype]
+        self.carried = [n for n, item in enumerate(items) if self._carries(item)]
+
+    def fragment(self) -> str:
+        head, row = self._unpack("head"), self._unpack("row")
+        zero = f"tl.full((), 0.0, {self.real})"
+        zeros = [f"tl.zeros([ROWS, 1], {self.real})"] * len(self.carried) or [zero]
+        body = head + row + self._hoisted(2) + self._contributions()
+        results = [self._name(self.program.outputs[0]), self._tuple(self._sums())]
+        signature = "args, sinks, head, row, b, h, q"
+        return "\n\n".join(
+            (
+                self._function("head", "args, b, h", self._hoisted(0), self.head),
+                self._function("row", "args, head, b, h, q", head + self._hoisted(1), self.row),
+                self._plain("begin", "ROWS: tl.constexpr", [f"return {self._tuple(zeros)}"]),
+                self._plain(
+                    "body",
+                    f"{signature}, kv, score, dscore, sums",
+                    [*body, f"return {', '.join(results)}"],
+                ),
+                self._plain(
+                    "flush", f"{signature}, sums, pid", head + row + self._flush() or ["pass"]
+                ),
+            )
+        )
+
+    def _plain(self, name: str, params: str, lines: list[str]) -> str:
+        if self.target.wide:
+            wide = [p for p in ("b", "h", "q", "kv") if p in params.split(", ")]
+            lines = [f"{p} = tl.cast({p}, tl.int64)" for p in wide] + lines
+        body = "\n".join("    " + line for line in lines)
+        return f"@triton.jit\ndef {self.prefix}_{name}({params}):\n{body}\n"
+
+    @staticmethod
+    def _tuple(names: list[str]) -> str:
+        return "(" + "".join(n + ", " for n in names) + ")"
+
+    def _carries(self, item: Contribution) -> bool:
+        return False
+
+    def _sums(self) -> list[str]:
+        return [f"t{n}" for n in self.carried] or ["sums[0]"]
+
+    def _contributions(self) -> list[str]:
+        if not self.items:
+            return []
+        lines = ["live = dscore != 0"]
+        lines += [f"t{n} = sums[{i}]" for i, n in enumerate(self.carried)]
+        for number, item in enumerate(self.items):
+            self._loops(number, item, lines)
+        return lines
+
+    def _loops(self, number: int, item: Contribution, lines: list[str]) -> None:
+        """One contribution, inside loops over the reduction axes that it varies along."""
+        indent = ""
+        opened = Axes.NONE
+        roots = (*item.index, item.value)
+        for axis in (a for a in REDUCTION_AXES if a & item.axes):
+            which = REDUCTION_AXES.index(axis)
+            slot, dim = self.program.reductions[which]
+            length = f"dm.whole32(args, {arg_index(self.program, slot) + 1 + 3 * dim})"
+            lines.append(f"{indent}for r{which} in range(0, {length}):")
+            indent += "    "
+            opened |= axis
+            for i in self._under(roots, axis, opened):
+                self._statement(i, self.program.nodes[i], lines, indent)
+        # a reduced value is always a float; a name alone may be one of a lower rank
+        value = f"tl.where(live, tl.cast({self._name(item.value)}, {self.real}), 0.0)"
+        lines.append(f"{indent}d{number} = {value}")
+        lines += [indent + line for line in self._leave(number, item)]
+
+    def _under(self, roots: tuple[int, ...], axis: Axes, opened: Axes) -> list[int]:
+        """Nodes under the roots that vary along the axis and along no loop that is not open."""
+        found: set[int] = set()
+        stack = list(roots)
+        while stack:
+            i = stack.pop()
+            if i not in found:
+                found.add(i)
+                stack.extend(self.program.nodes[i].args)
+        axes = self.program.axes
+        return sorted(i for i in found if axes[i] & axis and not axes[i] & _R_AXES & ~opened)
+
+    def _leave(self, number: int, item: Contribution) -> list[str]:
+        raise NotImplementedError
+
+    def _flush(self) -> list[str]:
+        return []
+
+
+class _SinkWriter(_GradWriter):
+    """Gradients of captured tensors. Axes are those of the exchanged program: KV is the query."""
+
+    sinks: Sinks
+
+    def _index_axes(self, item: Contribution) -> Axes:
+        axes = Axes.NONE
+        for index in item.index:
+            axes |= self.program.axes[index]
+        return axes
+
+    def _carries(self, item: Contribution) -> bool:
+        return not item.axes and not self._index_axes(item) & Axes.KV
+
+    def _leave(self, number: int, item: Contribution) -> list[str]:
+        if number in self.carried:
+            return [f"t{number} += tl.sum(d{number}, 1, keep_dims=True)"]
+        if self.sinks.stores[number]:
+            return self._store(number, item)
+        axes = self._index_axes(item)
+        value = f"d{number}"
+        if not axes & Axes.KV:
+            value = f"tl.sum({value}, 1, keep_dims=True)"
+        if not axes & Axes.Q:
+            value = f"tl.sum({value}, 0, keep_dims=True)"
+        return [self._add(number, item, value)]
+
+    def _flush(self) -> list[str]:
+        lines = []
+        for at, number in enumerate(self.carried):
+            item = self.items[number]
+            value = f"sums[{at}]"
+            if not self._index_axes(item) & Axes.Q:
+                value = f"tl.sum({value}, 0, keep_dims=True)"
+            lines.append(self._add(number, item, value))
+        return lines
+
+    def _add(self, number: int, item: Contribution, value: str) -> str:
+        limbs = self.sinks.limbs
+        if not limbs:
+            return f"sk.add(sinks[{number}], {self._offset(item)}, {value})"
+        scales = f"sinks[{len(self.items)}] + {2 * number}"
+        return f"sk.add_fixed(sinks[{number}], {self._offset(item)}, {value}, {scales}, {limbs})"
+
+    def _store(self, number: int, item: Contribution) -> list[str]:
+        base = arg_index(self.program, item.slot)
+        # the last tiles overhang the lengths; b and h never do
+        inside = " & ".join(
+            f"({self._name(i)} < dm.whole32(args, {base + 1 + 3 * d}))"
+            for d, i in enumerate(item.index)
+            if self.program.axes[i] & (Axes.Q | Axes.KV)
+        )
+        pointer = f"sinks[{number}] + {self._offset(item)}"
+        value = f"d{number}.to(sinks[{number}].dtype.element_ty)"
+        return [f"tl.store({pointer}, {value}, mask={inside})"]
+
+    def _offset(self, item: Contribution) -> str:
+        """Of an element in a contiguous buffer of the tensor's shape."""
+        base = arg_index(self.program, item.slot)
+        whole = "whole" if self.target.wide else "whole32"
+        offset = "0"
+        for d, index in enumerate(item.index):
+            size = f"dm.{whole}(args, {base + 1 + 3 * d})"
+            term = f"dm.clamp_index({self._name(index)}, {size})"
+            offset = term if d == 0 else f"(({offset}) * {size} + {term})"
+        return offset
+
+
+class _PeakWriter(_GradWriter):
+    """Sizes of contributions. Every one is carried, those inside reductions too."""
+
+    def _carries(self, item: Contribution) -> bool:
+        return True
+
+    def _leave(self, number: int, item: Contribution) -> list[str]:
+        size = f"tl.max(sk.size_of(d{number}), 1, keep_dims=True)"
+        return [f"t{number} = tl.maximum(t{number}, {size})"]
+
+    def _flush(self) -> list[str]:
+        count = len(self.carried)
+        return [
+            f"tl.store(sinks[0] + pid * {count} + {i}, tl.max(tl.max(sums[{i}], 1), 0))"
+            for i in range(count)
+        ]

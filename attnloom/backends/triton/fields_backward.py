@@ -1,0 +1,182 @@
+"""What the kernels of the backward are compiled for."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from attnloom.backends.triton import configs, emit, emit_grad
+from attnloom.backends.triton.arguments import is_aligned
+from attnloom.backends.triton.config import KernelConfig
+from attnloom.backends.triton.fields import (
+    fragment_fields,
+    operand_type,
+    precision_of,
+    target_of,
+    triton_type,
+)
+from attnloom.backends.triton.fragments import load_module, mask_fragment, score_fragment
+from attnloom.backends.triton.operands import Operands
+from attnloom.ir.node import Program
+
+_GRAD_PARTS = ("head", "row", "begin", "body", "flush")
+# Values that live at once in the body of a score and its derivative beyond which tiles are halved.
+_HEAVY_NODES = 40
+
+
+@dataclass(frozen=True, repr=False)
+class BackwardConfig(KernelConfig):
+    """Everything that a key or row kernel is compiled for; see backward.py's glossary.
+
+    SUB: tiles of a step in a block of the mask. TILES_PER_BLOCK: tiles that are owned in one.
+    """
+
+    TILE_M: int
+    TILE_N: int
+    D: int
+    DV: int
+    D0: int
+    D1: int
+    D2: int
+    E0: int
+    E1: int
+    E2: int
+    SUB: int
+    TILES_PER_BLOCK: int
+    HAS_LISTS: bool
+    HAS_SCORE: bool
+    HAS_MASK: bool
+    MAY_MASK: bool
+    USE_TMA: bool
+    ALIGNED: bool
+    OUT_ALIGNED: bool
+    PRECISION: str
+    OPERAND: tl.dtype
+    ACC: tl.dtype
+    WANT_DK: bool
+    WANT_DV: bool
+    DQ_ATOMIC: bool
+    DQ_TMA: bool
+    SCORE_HEAD: JITFunction | None = None
+    SCORE_ROW: JITFunction | None = None
+    SCORE_BODY: JITFunction | None = None
+    MASK_HEAD: JITFunction | None = None
+    MASK_ROW: JITFunction | None = None
+    MASK_BODY: JITFunction | None = None
+    GRAD_HEAD: JITFunction | None = None
+    GRAD_ROW: JITFunction | None = None
+    GRAD_BEGIN: JITFunction | None = None
+    GRAD_BODY: JITFunction | None = None
+    GRAD_FLUSH: JITFunction | None = None
+
+    __hash__ = KernelConfig.__hash__
+
+
+@dataclass(frozen=True, repr=False)
+class DeltaConfig(KernelConfig):
+    """What the preprocess is compiled for. CHUNK: columns of Dv that are loaded at a time."""
+
+    TILE_M: int
+    CHUNK: int
+    DV: int
+    HAS_DLSE: bool
+    USE_TMA: bool
+    ALIGNED: bool
+    ACC: tl.dtype
+
+    __hash__ = KernelConfig.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Which kernel, and what of it. own_keys: the key kernel, whose fragments have q and kv
+    exchanged. sinks: how captured gradients leave, None where they do not. peaks: of the row
+    kernel."""
+
+    own_keys: bool
+    want_dk: bool = True
+    want_dv: bool = True
+    dq_atomic: bool = False
+    sinks: emit_grad.Sinks | None = None
+    peaks: bool = False
+
+
+def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> BackwardConfig:
+    """The configuration of a kernel for one tile size."""
+    call, blocks = operands.call, operands.call.blocks
+    query, key, value = operands.query, operands.key, operands.value
+    dtype = operand_type(query.dtype, key.dtype, value.dtype)
+    step_block = owned_block = None
+    if blocks is not None:
+        pair = (blocks.q_block, blocks.kv_block)
+        step_block, owned_block = pair if role.own_keys else pair[::-1]
+    step, owned = (tile.tile_m, tile.tile_n) if role.own_keys else (tile.tile_n, tile.tile_m)
+    tail_block = tile.tile_n if blocks is None or role.own_keys else blocks.kv_block
+    has_tail = key.size(2) % tail_block != 0
+    return BackwardConfig(
+        TILE_M=tile.tile_m,
+        TILE_N=tile.tile_n,
+        D=query.size(3),
+        DV=value.size(3),
+        **dict(zip(("D0", "D1", "D2"), configs.chunks(query.size(3)), strict=True)),
+        **dict(zip(("E0", "E1", "E2"), configs.chunks(value.size(3)), strict=True)),
+        SUB=1 if step_block is None else step_block // step,
+        TILES_PER_BLOCK=1 if owned_block is None else owned_block // owned,
+        HAS_LISTS=blocks is not None,
+        HAS_SCORE=call.score is not None,
+        HAS_MASK=call.mask is not None,
+        MAY_MASK=call.mask is not None or has_tail,
+        USE_TMA=operands.uses_tma,
+        ALIGNED=all(is_aligned(t) for t in operands.inputs),
+        OUT_ALIGNED=operands.results_aligned,
+        PRECISION=precision_of(call, dtype),
+        OPERAND=triton_type(dtype),
+        ACC=triton_type(operands.real),
+        WANT_DK=role.want_dk,
+        WANT_DV=role.want_dv,
+        DQ_ATOMIC=role.dq_atomic,
+        DQ_TMA=role.dq_atomic and operands.uses_tma,
+        **_fragments(operands, role),
+    )
+
+
+def _fragments(operands: Operands, role: Role) -> dict[str, Any]:
+    call = operands.call
+    target, exact = target_of(call), call.options.exact_math
+    found: dict[str, Any] = {}
+    if call.mask is not None:
+        mask = call.mask.program
+        turned = emit_grad.exchanged(mask) if role.own_keys else mask
+        found |= fragment_fields("MASK", mask_fragment(turned, target))
+    if call.score is not None:
+        score = call.score.program
+        turned = emit_grad.exchanged(score) if role.own_keys else score
+        found |= fragment_fields("SCORE", score_fragment(turned, target))
+        found |= _gradient_fragment(score, target, exact, role)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _gradient_fragment(
+    score: Program, target: emit.Target, exact: bool, role: Role
+) -> dict[str, JITFunction]:
+    gradient = emit_grad.gradient_of(score, exact)
+    if role.sinks is not None:
+        prefix, text = "sinks", emit_grad.emit_sinks(gradient, target, role.sinks)
+    elif role.peaks:
+        prefix, text = "peaks", emit_grad.emit_peaks(gradient, target)
+    else:
+        prefix, text = "plain", emit_grad.emit_plain(gradient, target, exact, role.own_keys)
+    module = load_module(text)
+    return {f"GRAD_{part.upper()}": getattr(module, f"{prefix}_{part}") for part in _GRAD_PARTS}
+
+
+def is_heavy(score: Program | None, exact: bool) -> bool:
+    """Whether a score_mod and its derivative keep so many values alive that tiles must be small."""
+    if score is None:
+        return False
+    return len(emit_grad.gradient_of(score, exact).program.nodes) > _HEAVY_NODES

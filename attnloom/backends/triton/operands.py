@@ -1,0 +1,111 @@
+"""The tensors of a backward as its kernels take them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton import configs
+from attnloom.backends.triton.arguments import is_aligned, takes_descriptor, unit_stride
+from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.fields import stored_type, target_of
+from attnloom.ir.node import BoundProgram
+from attnloom.plan.problem import compute_type
+
+
+@dataclass(frozen=True)
+class Operands:
+    """query, key, value, out, dout: with neighbouring elements in a row. lse, dlse: [B, Hq, Q_LEN],
+    contiguous, in the type of scores. dq, dk, dv: fresh results in the types that kernels store."""
+
+    call: AttentionCall
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    dlse: torch.Tensor | None
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    real: torch.dtype
+
+    @staticmethod
+    def of(
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Operands:
+        query, key, value = unit_stride(call.query), unit_stride(call.key), unit_stride(call.value)
+        real = compute_type(query.dtype, key.dtype, value.dtype).torch
+        dout = dout.to(query.dtype)
+        if 0 in dout.stride():
+            # the gradient of a sum, say: TMA cannot read it, and it is read once a key tile
+            dout = dout.contiguous()
+        fresh = tuple(
+            torch.empty(t.shape, dtype=stored_type(t.dtype), device=t.device)
+            for t in (query, key, value)
+        )
+        return Operands(
+            call,
+            query,
+            key,
+            value,
+            unit_stride(out),
+            unit_stride(dout),
+            lse.to(real).contiguous(),
+            None if dlse is None else dlse.to(real).contiguous(),
+            *fresh,
+            real,
+        )
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query, self.key, self.value, self.dout
+
+    @functools.cached_property
+    def uses_tma(self) -> bool:
+        return (
+            configs.device_of(self.query.device).has_tma
+            and not INTERPRETED
+            and len({t.dtype for t in self.inputs}) == 1
+            and all(takes_descriptor(t) for t in self.inputs)
+        )
+
+    @property
+    def results_aligned(self) -> bool:
+        return all(is_aligned(t) for t in (self.dq, self.dk, self.dv))
+
+    def signature(self) -> tuple[object, ...]:
+        """All that launches depend on but for addresses, numbers and block lists."""
+        call = self.call
+        blocks, tensors = call.blocks, (*self.inputs, self.out)
+        addresses = 0
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+        return (
+            self.query.device,
+            tuple(t.dtype for t in tensors),
+            tuple(t.shape for t in tensors),
+            tuple(t.stride() for t in tensors),
+            addresses % 16,
+            self.dlse is None,
+            None if call.score is None else _structure(call.score),
+            None if call.mask is None else call.mask.program.digest,
+            None
+            if blocks is None
+            else (blocks.q_block, blocks.kv_block, blocks.q_offset, blocks.kv_offset),
+            None if call.score is None and call.mask is None else target_of(call),
+            call.options,
+        )
+
+
+def _structure(score: BoundProgram) -> tuple[object, ...]:
+    """Of a score_mod, with the sizes that decide how captured gradients leave."""
+    return score.program.digest, tuple(t.shape for t in score.tensors)
