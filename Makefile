@@ -1,7 +1,8 @@
 # make demo: train a small model through attnloom, with pictures (about three minutes)
 # make test: every check and test that CI runs
+# make docs: build the documentation into site/
 #
-# Both make .venv on first use and install into it what pyproject.toml lists. Variables:
+# All make .venv on first use and install into it what pyproject.toml lists. Variables:
 #   PYTHON  interpreter, 3.10 or newer       make test PYTHON=python3.12
 #   TORCH   pip arguments that bring torch   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 #   ARGS    passed on to the demo            make demo ARGS="--seconds 30 --seed 1"
@@ -14,7 +15,7 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench docs clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/attnloom demo $(ARGS)
@@ -27,6 +28,10 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.run --suite cpu --json benchmarks/results/cpu.json
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "open site/index.html"
 
 $(VENV)/.torch:
 	@if [ -z "$(PYTHON)" ]; then \
@@ -52,5 +57,10 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	@echo "==> installing attnloom and what builds the documentation"
+	@$(PIP) --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist demo_output *.egg-info .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build dist site demo_output *.egg-info .ruff_cache .pytest_cache .import_linter_cache

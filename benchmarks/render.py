@@ -26,6 +26,10 @@ _MARKED = re.compile(
     r".*?(?P<close><!-- /benchmarks -->)",
     re.DOTALL,
 )
+_NOT_MEASURED = (
+    "No results are committed yet; `python -m benchmarks.run --json benchmarks/results/{file}` "
+    "measures them."
+)
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "all": tables.comparison_table,
@@ -39,11 +43,13 @@ def render(text: str, results: Path = RESULTS) -> str:
     """The document with every marked table replaced by what the results say now.
 
     Raises:
-        FileNotFoundError: a marker names a results file that does not exist.
         KeyError: a marker names a table that does not exist.
     """
 
     def replace(match: re.Match[str]) -> str:
+        if not (results / match["file"]).exists():
+            missing = _NOT_MEASURED.format(file=match["file"])
+            return f"{match['open']}\n{missing}\n\n{match['close']}"
         head, rows = rows_module.read(results / match["file"])
         table = TABLES[match["table"]](rows)
         return f"{match['open']}\n{table}\n\n{tables.machine_line(head)}\n\n{match['close']}"

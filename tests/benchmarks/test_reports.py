@@ -48,6 +48,15 @@ def test_targets_are_reached_missed_or_not_measured():
     assert words["forward over compiled torch flex, worst case"] == "missed"
 
 
+def test_render_says_where_nothing_was_measured(tmp_path):
+    text = "<!-- benchmarks:cpu.json:means -->\n<!-- /benchmarks -->\n"
+    once = render.render(text, tmp_path)
+    assert "No results are committed yet; `python -m benchmarks.run --json" in once
+    assert render.render(once, tmp_path) == once
+    rows.write(tmp_path / "cpu.json", HEAD, [WIN])
+    assert "torch-flex" in render.render(once, tmp_path)
+
+
 def test_render_replaces_only_what_stands_between_markers(tmp_path):
     rows.write(tmp_path / "cpu.json", HEAD, [WIN, LOSS])
     text = "before\n<!-- benchmarks:cpu.json:losses -->\nold\n<!-- /benchmarks -->\nafter\n"
