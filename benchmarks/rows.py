@@ -90,6 +90,7 @@ def header(ours: str) -> dict[str, object]:
         "vector": torch.backends.cpu.get_cpu_capability(),
         "bf16_dot": bool(torch.cpu._is_avx512_bf16_supported()),
         "threads": torch.get_num_threads(),
+        **_gpu(),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -114,6 +115,15 @@ def read(path: Path) -> tuple[dict[str, object], list[Row]]:
 def geometric_mean(values: Sequence[float]) -> float:
     """values: at least one, each above 0."""
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _gpu() -> dict[str, object]:
+    if not torch.cuda.is_available():
+        return {}
+    from importlib import util
+
+    triton = metadata.version("triton") if util.find_spec("triton") else "none"
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": triton}
 
 
 def _commit() -> str:

@@ -111,3 +111,11 @@ def test_exact_math(mod: str) -> None:
 
 def test_tf32x3_is_nearly_float32() -> None:
     check(Case("causal", SIZES, FP32), fp32_precision="tf32x3")
+
+
+@pytest.mark.parametrize("mod", ["plain", "causal", "causal_head_slope"])
+def test_repeated_calls_start_the_same_kernel_on_new_tensors(mod: str) -> None:
+    """From the second call on, launches go past Triton's own binding of arguments."""
+    for seed in range(3):
+        check(Case(mod, SIZES, BF16, seed=seed))
+        check(Case(mod, replace(SIZES, Q_LEN=1), BF16, seed=seed))

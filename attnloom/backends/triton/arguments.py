@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -94,10 +95,41 @@ def descriptors(
     tensor: torch.Tensor, rows: int, chunks: tuple[int, int, int]
 ) -> tuple[object, object, object]:
     """TMA descriptors of [1, 1, rows, chunk] boxes, one for each chunk of the head dimension."""
+    blank = _blank_descriptors(tensor, tuple(tensor.shape), tensor.stride(), rows, chunks)
+    return tuple(b and _with_base(b, tensor) for b in blank)  # type: ignore[return-value]
+
+
+_blanks: dict[tuple[object, ...], tuple[Any, ...]] = {}
+_BLANK_LIMIT = 4096
+
+
+def _blank_descriptors(tensor: torch.Tensor, *key: Any) -> tuple[Any, ...]:
+    """Descriptors without an address, checked once: the checks take longer than the rest."""
+    found = _blanks.get(key)
+    if found is None:
+        if len(_blanks) >= _BLANK_LIMIT:
+            _blanks.clear()
+        found = _blanks[key] = _checked_descriptors(tensor, *key[2:])
+        for descriptor in found:
+            if descriptor:
+                descriptor.base = None
+    return found
+
+
+def _with_base(blank: TensorDescriptor, tensor: torch.Tensor) -> TensorDescriptor:
+    fresh = TensorDescriptor.__new__(TensorDescriptor)
+    fresh.__dict__.update(blank.__dict__)
+    fresh.base = tensor
+    return fresh
+
+
+def _checked_descriptors(
+    tensor: torch.Tensor, rows: int, chunks: tuple[int, int, int]
+) -> tuple[Any, ...]:
     shape = list(tensor.shape)
     # a dimension of one entry may have any stride in torch; TMA wants an aligned one
     stride = [step or 16 for step in steps(tensor)] + [1]
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         TensorDescriptor(tensor, shape, stride, [1, 1, rows, chunk]) if chunk else 0
         for chunk in chunks
     )

@@ -29,16 +29,19 @@ class KernelConfig:
             return value
         return tl.constexpr(value)
 
-    @property
-    def cache_key(self) -> str:
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+    def __post_init__(self) -> None:
+        # Triton asks at every launch
+        parts = (f"{f.name}={_text(object.__getattribute__(self, f.name))}" for f in fields(self))
+        text = f"{type(self).__name__}({', '.join(parts)})"
+        object.__setattr__(self, "_repr", text)
+        object.__setattr__(self, "_hash", hash(text))
+        object.__setattr__(self, "cache_key", hashlib.sha256(text.encode()).hexdigest())
 
     def __repr__(self) -> str:
-        parts = (f"{f.name}={_text(object.__getattribute__(self, f.name))}" for f in fields(self))
-        return f"{type(self).__name__}({', '.join(parts)})"
+        return self._repr
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return self._hash
 
 
 def _text(value: object) -> str:

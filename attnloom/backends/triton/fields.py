@@ -74,6 +74,9 @@ class ForwardConfig(KernelConfig):
     __hash__ = KernelConfig.__hash__
 
 
+Chunks = tuple[int, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Tensors:
     """Inputs with neighbouring elements in a row, and fresh results; max_scores may be None."""
@@ -108,7 +111,10 @@ class Tensors:
         return self.out, self.lse, self.lse if self.max_scores is None else self.max_scores
 
     def result(self) -> ForwardResult:
-        return ForwardResult(self.out.to(self.query.dtype), self.lse, self.max_scores)
+        out = self.out
+        if out.dtype != self.query.dtype:
+            out = out.to(self.query.dtype)
+        return ForwardResult(out, self.lse, self.max_scores)
 
 
 def launch_key(call: AttentionCall, tensors: Tensors) -> tuple[object, ...]:
@@ -208,6 +214,13 @@ def chunk_widths(config: ForwardConfig, letter: str) -> tuple[int, int, int]:
     """Chunks of the query and key ("D") or of the value ("E") dimension."""
     first, second, third = (value_of(config, f"{letter}{i}") for i in range(3))
     return first, second, third
+
+
+def tma_widths(config: ForwardConfig) -> tuple[Chunks, Chunks] | None:
+    """Chunks of D and of Dv that TMA descriptors cover; None where pointers are used."""
+    if not value_of(config, "USE_TMA"):
+        return None
+    return chunk_widths(config, "D"), chunk_widths(config, "E")
 
 
 def overhanging_block(call: AttentionCall) -> int:

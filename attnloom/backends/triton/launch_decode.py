@@ -13,15 +13,16 @@ from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import bind, descriptors, steps
 from attnloom.backends.triton.decode import combine_kernel, decode_kernel
 from attnloom.backends.triton.fields import (
+    Chunks,
     ForwardConfig,
     Tensors,
-    chunk_widths,
     launch_key,
     operand_type,
     overhanging_block,
     shared_fields,
-    value_of,
+    tma_widths,
 )
+from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import group_lists
 from attnloom.backends.triton.packed import pack_double, pack_ints
 
@@ -36,10 +37,11 @@ _READY_LIMIT = 4096
 class _Ready:
     """A launch but for its addresses; num_splits, num_rows: extent of the partial results."""
 
-    config: ForwardConfig
+    launch: Launcher
+    merge: Launcher
     tile: configs.Tile
     next_tiles: tuple[configs.Tile, ...]
-    grid: int
+    widths: tuple[Chunks, Chunks] | None
     num_units: int
     num_splits: int
     num_rows: int
@@ -85,13 +87,13 @@ def _remember(key: tuple[object, ...], ready: _Ready) -> _Ready:
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
-    cfg, tile = ready.config, ready.tile
+    tile = ready.tile
     key, value = tensors.key, tensors.value
     sources: tuple[object, ...] = (key, key, key, value, value, value)
-    if value_of(cfg, "USE_TMA"):
+    if ready.widths is not None:
         sources = (
-            *descriptors(key, tile.tile_n, chunk_widths(cfg, "D")),
-            *descriptors(value, tile.tile_n, chunk_widths(cfg, "E")),
+            *descriptors(key, tile.tile_n, ready.widths[0]),
+            *descriptors(value, tile.tile_n, ready.widths[1]),
         )
     lists: tuple[object, ...] = _NO_LISTS
     if call.blocks is not None:
@@ -99,19 +101,24 @@ def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
         lists = (found.entries, found.offsets, *found.steps)
     partial: tuple[torch.Tensor, ...] = (tensors.lse,) * 3
     if ready.num_splits > 1:
-        rows = (ready.num_units, ready.num_splits, ready.num_rows)
-        sums = tensors.lse.new_empty(2, *rows)
-        partial = (tensors.lse.new_empty(*rows, value.size(3)), sums[0], sums[1])
+        partial = _partial(ready, tensors)
     scale = pack_double(call.scale)
-    decode_kernel[(ready.grid,)](
-        tensors.query, *sources, *tensors.outputs(), *partial, lists, bind(call.score),
-        bind(call.mask), scale, ready.shape, ready.strides, cfg,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    outputs = tensors.outputs()
+    ready.launch(
+        addresses_aligned(call), tensors.query, *sources, *outputs, *partial, lists,
+        bind(call.score), bind(call.mask), scale, ready.shape, ready.strides,
     )  # fmt: skip
     if ready.num_splits > 1:
-        combine_kernel[(ready.num_units * ready.num_rows,)](
-            *partial, *tensors.outputs(), scale, ready.shape, ready.strides, cfg, num_warps=4
-        )
+        ready.merge(True, *partial, *outputs, scale, ready.shape, ready.strides)
+
+
+def _partial(ready: _Ready, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """partial_acc, partial_m and partial_l of decode.py, in one allocation."""
+    count = ready.num_units * ready.num_splits * ready.num_rows
+    # each part starts at a multiple of 16 bytes
+    step = -(-count // 4) * 4
+    room = tensors.lse.new_empty(2 * step + count * tensors.value.size(3))
+    return room[2 * step :], room[:step], room[step : 2 * step]
 
 
 def _prepare(call: AttentionCall, tensors: Tensors, tiles: tuple[configs.Tile, ...]) -> _Ready:
@@ -145,10 +152,11 @@ def _prepare(call: AttentionCall, tensors: Tensors, tiles: tuple[configs.Tile, .
         WIDTH=triton.next_power_of_2(value.size(3)),
     )
     return _Ready(
-        config,
+        Launcher(decode_kernel, config, num_units * num_chunks * num_splits, tile.options),
+        Launcher(combine_kernel, config, num_units * num_rows, {"num_warps": 4}),
         tile,
         tuple(rest),
-        num_units * num_chunks * num_splits,
+        tma_widths(config),
         num_units,
         num_splits,
         num_rows,

@@ -14,16 +14,17 @@ from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import bind, descriptors, steps
 from attnloom.backends.triton.fields import (
+    Chunks,
     ForwardConfig,
     Tensors,
-    chunk_widths,
     launch_key,
     operand_type,
     overhanging_block,
     shared_fields,
-    value_of,
+    tma_widths,
 )
 from attnloom.backends.triton.forward import forward_kernel
+from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import work_lists
 from attnloom.backends.triton.packed import pack_double, pack_ints
 
@@ -32,12 +33,16 @@ _NO_LISTS = (0.0,) * 8
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A launch but for its addresses. tile: see configs.py; next_tiles: what to try if refused."""
+    """A launch but for its addresses.
 
-    config: ForwardConfig
+    tile: see configs.py; next_tiles: what to try if refused. widths: chunks of D and of Dv where
+    TMA is used.
+    """
+
+    launch: Launcher
     tile: configs.Tile
     next_tiles: tuple[configs.Tile, ...]
-    grid: int
+    widths: tuple[Chunks, Chunks] | None
     shape: tuple[float, ...]
     strides: tuple[float, ...]
 
@@ -71,11 +76,11 @@ def _remember(key: tuple[object, ...], ready: _Ready) -> _Ready:
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
-    cfg, tile = ready.config, ready.tile
+    tile = ready.tile
     query, key, value = tensors.query, tensors.key, tensors.value
     sources: tuple[object, ...] = (query, query, query, key, key, key, value, value, value)
-    if value_of(cfg, "USE_TMA"):
-        widths, value_widths = chunk_widths(cfg, "D"), chunk_widths(cfg, "E")
+    if ready.widths is not None:
+        widths, value_widths = ready.widths
         sources = (
             *descriptors(query, tile.tile_m, widths),
             *descriptors(key, tile.tile_n, widths),
@@ -88,10 +93,9 @@ def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
         # a kernel needs an address, also to read nothing from
         entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
         lists = (entries, found.work, *found.steps)
-    forward_kernel[(ready.grid,)](
-        *sources, *tensors.outputs(), lists, bind(call.score), bind(call.mask),
-        pack_double(call.scale), ready.shape, ready.strides, cfg,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    ready.launch(
+        addresses_aligned(call), *sources, *tensors.outputs(), lists, bind(call.score),
+        bind(call.mask), pack_double(call.scale), ready.shape, ready.strides,
     )  # fmt: skip
 
 
@@ -114,11 +118,12 @@ def _prepare(call: AttentionCall, tensors: Tensors, tiles: tuple[configs.Tile, .
         overhanging_block(call),
     )
     strides = [step for t in tensors.operands for step in steps(t)]
+    config = ForwardConfig(**shared_fields(call, tensors, tile))
     return _Ready(
-        ForwardConfig(**shared_fields(call, tensors, tile)),
+        Launcher(forward_kernel, config, num_tiles * batch * heads, tile.options),
         tile,
         tuple(rest),
-        num_tiles * batch * heads,
+        tma_widths(config),
         pack_ints(shape),
         pack_ints(strides),
     )

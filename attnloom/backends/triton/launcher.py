@@ -1,0 +1,74 @@
+"""A kernel, its configuration and its grid: launched by Triton once, then directly.
+
+Triton's own launch binds and specialises every argument anew, some 60 us for these kernels. What it
+specialises on is known here to be the same from call to call (`aligned`, and what launches are
+remembered by), so that the compiled kernel is started with the arguments as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton.config import INTERPRETED, KernelConfig
+
+_ALIGNMENT = 16
+
+
+class Launcher:
+    """Launches `kernel` with a configuration as its last argument.
+
+    kernel: a jit function. grid: number of programs. options: num_warps and num_stages.
+    """
+
+    __slots__ = ("_compiled", "config", "grid", "kernel", "options")
+
+    def __init__(
+        self, kernel: Any, config: KernelConfig, grid: int, options: dict[str, int]
+    ) -> None:
+        self.kernel = kernel
+        self.config = config
+        self.grid = grid
+        self.options = options
+        self._compiled: Any = None
+
+    def __call__(self, aligned: bool, *args: object) -> None:
+        """Launch on the current device and stream.
+
+        Args:
+            aligned: the addresses of all tensors that this launcher is not remembered by are
+                multiples of 16, and their types those of the first launch.
+        """
+        compiled = self._compiled
+        if compiled is None or not aligned:
+            compiled = self.kernel[(self.grid,)](*args, self.config, **self.options)
+            if aligned and not INTERPRETED:
+                self._compiled = compiled
+            return
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        grid = (self.grid, 1, 1)
+        metadata = compiled.launch_metadata(grid, stream, *args, self.config)
+        compiled.run(
+            *grid, stream, compiled.function, compiled.packed_metadata, metadata,
+            knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args, self.config,
+        )  # fmt: skip
+
+
+def addresses_aligned(call: AttentionCall) -> bool:
+    """Whether captured tensors and block lists are where and what nearly all are: at multiples of
+    16, with fewer than 2**31 live blocks."""
+    blocks = call.blocks
+    if blocks is not None and not (
+        _is_aligned(blocks.entries) and 0 < blocks.entries.numel() < 2**31
+    ):
+        return False
+    return all(_is_aligned(t) for bound in (call.score, call.mask) if bound for t in bound.tensors)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % _ALIGNMENT == 0
