@@ -11,6 +11,7 @@ from typing_extensions import Self
 from attnloom.errors import OptionError, ShapeError, UnsupportedError
 from attnloom.masking import display, portable, tokens, views
 from attnloom.masking import lists as block_lists
+from attnloom.masking.arguments import check_mask_mod, read_int, read_lengths, shown
 from attnloom.masking.constructors import KnownMasks
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.indexing import Index, choose
@@ -22,6 +23,7 @@ from attnloom.masking.torch_layout import (
     check_kv_blocks,
     dense_tiles,
     lists_from_kv_blocks,
+    whole_tiles,
     write_order,
 )
 from attnloom.masking.views import MaskMod, noop_mask
@@ -82,7 +84,7 @@ class BlockMask(KnownMasks, TorchLayout):
             raise OptionError("dq_write_order_full needs dq_write_order; give both or neither.")
         blocks = KvBlocks(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         self.BLOCK_SIZE = block_size_pair(BLOCK_SIZE)
-        self._seq_lengths = (int(seq_lengths[0]), int(seq_lengths[1]))
+        self._seq_lengths = read_lengths("seq_lengths", seq_lengths)
         check_kv_blocks(blocks, self._seq_lengths, self.BLOCK_SIZE)
         self._lists: BlockLists | None = None
         self._batch_dims = blocks.batch_dims
@@ -102,6 +104,7 @@ class BlockMask(KnownMasks, TorchLayout):
                     "full_q_indices": full_q_indices,
                 }
         self._dense = given
+        check_mask_mod(mask_mod)
         self.mask_mod = mask_mod
         self.dq_write_order = dq_write_order
         self.dq_write_order_full = dq_write_order_full
@@ -174,17 +177,15 @@ class BlockMask(KnownMasks, TorchLayout):
         Raises:
             ShapeError: shapes do not fit together; later, when lists are first read: an index
                 beyond KV_LEN, or a block listed twice.
-            OptionError: a block size is no power of two from 16; dq_kv_order is neither bool nor
-                tensor.
+            OptionError: BLOCK_SIZE or dq_kv_order means nothing.
         """
         pair = block_size_pair(BLOCK_SIZE)
         if dq_kv_order is not None and not isinstance(dq_kv_order, (bool, torch.Tensor)):
-            raise OptionError(f"dq_kv_order is {dq_kv_order!r}; it must be a bool or a tensor.")
-        if seq_lengths is None and kv_indices.dim() >= 2:
-            rows, width = kv_indices.shape[-2:]
-            seq_lengths = (rows * pair[0], width * pair[1])
+            raise OptionError(
+                f"dq_kv_order is {shown(dq_kv_order)}; it must be a bool or a tensor."
+            )
         mask = cls(
-            seq_lengths or (0, 0),
+            whole_tiles(kv_indices, pair) if seq_lengths is None else seq_lengths,
             kv_num_blocks,
             kv_indices,
             full_kv_num_blocks,
@@ -227,7 +228,7 @@ class BlockMask(KnownMasks, TorchLayout):
 
     @seq_lengths.setter
     def seq_lengths(self, value: tuple[int, int]) -> None:
-        smaller = self.crop(*value)
+        smaller = self.crop(*read_lengths("seq_lengths", value))
         self._lists, self._dense = smaller._lists, smaller._dense
         self._seq_lengths = smaller._seq_lengths
 
@@ -266,6 +267,7 @@ class BlockMask(KnownMasks, TorchLayout):
         Raises:
             ShapeError: not 0 <= start <= stop <= Q_LEN.
         """
+        start, stop = read_int("start", start), read_int("stop", stop)
         if not 0 <= start <= stop <= self._seq_lengths[0]:
             raise ShapeError(
                 f"rows({start}, {stop}) of a mask with Q_LEN {self._seq_lengths[0]}; 0 <= start <= "
@@ -281,6 +283,7 @@ class BlockMask(KnownMasks, TorchLayout):
         Raises:
             ShapeError: a length is negative or beyond that of the mask.
         """
+        q_len, kv_len = read_int("q_len", q_len), read_int("kv_len", kv_len)
         if not (0 <= q_len <= self._seq_lengths[0] and 0 <= kv_len <= self._seq_lengths[1]):
             raise ShapeError(
                 f"crop({q_len}, {kv_len}) of a mask with Q_LEN {self._seq_lengths[0]} and KV_LEN "

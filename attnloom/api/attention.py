@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from attnloom.api import autocast, pipeline
+from attnloom.api import autocast, pipeline, validate
 from attnloom.api.options import FlexKernelOptions
 from attnloom.block_mask import BlockMask
 from attnloom.errors import OptionError
@@ -135,6 +135,8 @@ def flex_attention(
         UnsupportedError: an explicitly chosen backend cannot run the problem; nested tensors.
     Source: Dong et al. 2024, arXiv:2412.05496.
     """
+    if type(return_lse) is not bool or type(return_aux) not in (type(None), AuxRequest):
+        validate.check_outputs(return_lse, return_aux)
     if return_lse:
         _check_return_lse(return_aux)
     run = _beside_graph if torch.compiler.is_dynamo_compiling() else _run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from attnloom.block_mask import BlockMask
 from attnloom.errors import ModError, OptionError, ShapeError
 from attnloom.ir.node import DType
+from attnloom.masking.arguments import check_flag, read_data_device, read_device, read_int, shown
 from attnloom.masking.build import build_lists
 from attnloom.masking.captures import captured_tensors
 from attnloom.masking.dynamo import outside_graph
@@ -72,9 +72,13 @@ def create_block_mask(
             "needs a mask_mod(b, h, q_idx, kv_idx) that returns True where a score is kept."
         )
     if not isinstance(dq_kv_order, bool):
-        raise OptionError(f"dq_kv_order is {dq_kv_order!r}; create_block_mask takes True or False.")
+        raise OptionError(
+            f"dq_kv_order is {shown(dq_kv_order)}; create_block_mask takes True or False."
+        )
+    check_flag("separate_full_blocks", separate_full_blocks)
+    check_flag("compute_dq_write_order", compute_dq_write_order)
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
-    where = _device(mask_mod, device)
+    where = read_data_device(_device(mask_mod, device))
     grid = TileGrid(*sizes, *block_size_pair(BLOCK_SIZE))
     lists = build_lists(mask_mod, grid, where, separate_full_blocks)
     mask = BlockMask.from_lists(lists, mask_mod, sizes[:2], separate_full_blocks)
@@ -155,8 +159,8 @@ def _check_callables(mask_mods: tuple[object, ...]) -> None:
     for place, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
             raise ModError(
-                f"argument {place} is {mask_mod!r}; every argument must be a mask_mod(b, h, q_idx, "
-                "kv_idx). Pass the functions themselves, not a list of them or a BlockMask."
+                f"argument {place} is {shown(mask_mod)}; every argument must be a mask_mod(b, h, "
+                "q_idx, kv_idx). Pass the functions themselves, not a list of them or a BlockMask."
             )
 
 
@@ -164,10 +168,7 @@ def _sizes(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, 
     given = {"B": 1 if B is None else B, "H": 1 if H is None else H}
     given |= {"Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, value in given.items():
-        try:
-            size = operator.index(value)
-        except TypeError as error:
-            raise ShapeError(f"{name} is {value!r}; it must be an int.") from error
+        size = read_int(name, value)
         if size < 0:
             raise ShapeError(f"{name} is {size}; sizes are 0 or more.")
     return tuple(map(int, given.values()))  # type: ignore[return-value]
@@ -175,10 +176,10 @@ def _sizes(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, 
 
 def _device(mod: Mod, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return _numbered(torch.device(device))
+        return _numbered(read_device(device))
     for tensor in captured_tensors(mod):
         return tensor.device
-    return _numbered(torch.get_default_device())
+    return _numbered(read_device(torch.get_default_device()))
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -192,7 +193,7 @@ def _num_arguments(mod: Mod) -> int:
     """4 for a mask_mod, 5 for a score_mod: parameters without defaults."""
     if not callable(mod):
         raise ModError(
-            f"{mod!r} is not callable; a mask_mod is a function of (b, h, q_idx, kv_idx)."
+            f"{shown(mod)} is not callable; a mask_mod is a function of (b, h, q_idx, kv_idx)."
         )
     try:
         parameters = inspect.signature(mod).parameters.values()

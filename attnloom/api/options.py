@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from attnloom.errors import OptionError
+from attnloom.masking.arguments import shown
 from attnloom.plan.choose import BUILT, PLANNED
 from attnloom.plan.problem import KernelOptions
 
@@ -66,12 +67,12 @@ _TORCH_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 def _backend(value: object) -> str:
     known = (*BUILT, *PLANNED)
-    if value in known:
-        return str(value)
-    near = difflib.get_close_matches(str(value).lower(), known, 1)
+    if isinstance(value, str) and value in known:
+        return value
+    near = difflib.get_close_matches(str(value)[:64].lower(), known, 1)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     raise OptionError(
-        f"kernel_options['backend'] is {value!r}, which is no backend of attnloom.{hint} "
+        f"kernel_options['backend'] is {shown(value)}, which is no backend of attnloom.{hint} "
         f"Known: {', '.join(repr(b) for b in known)}."
     )
 
@@ -80,16 +81,16 @@ def _flag(name: str) -> Callable[[object], bool]:
     def parse(value: object) -> bool:
         if isinstance(value, bool):
             return value
-        raise OptionError(f"kernel_options['{name}'] is {value!r}; it must be True or False.")
+        raise OptionError(f"kernel_options['{name}'] is {shown(value)}; it must be True or False.")
 
     return parse
 
 
 def _fp32_precision(value: object) -> str:
-    if value in FP32_PRECISIONS:
-        return str(value)
+    if isinstance(value, str) and value in FP32_PRECISIONS:
+        return value
     raise OptionError(
-        f"kernel_options['fp32_precision'] is {value!r}; it must be one of "
+        f"kernel_options['fp32_precision'] is {shown(value)}; it must be one of "
         f"{', '.join(repr(p) for p in FP32_PRECISIONS)}."
     )
 
@@ -115,8 +116,13 @@ def read_options(options: Mapping[str, object] | None) -> KernelOptions:
         OptionError: an unknown key (the nearest known one is named) or a value out of range.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if not options:
+    if options is None:
         return _DEFAULT[deterministic]
+    if type(options) is not dict and not isinstance(options, Mapping):
+        raise OptionError(
+            f"kernel_options is a {type(options).__name__}; it must be a dictionary such as "
+            "{'backend': 'auto'}."
+        )
     try:
         # The type tells 1 and True apart, which are equal as keys.
         values = tuple(options.values())
@@ -133,11 +139,6 @@ def read_options(options: Mapping[str, object] | None) -> KernelOptions:
 
 
 def _parse(options: Mapping[str, object], deterministic: bool) -> KernelOptions:
-    if not isinstance(options, Mapping):
-        raise OptionError(
-            f"kernel_options is a {type(options).__name__}; it must be a dictionary such as "
-            "{'backend': 'auto'}."
-        )
     ours: dict[str, Any] = {}
     for name, value in options.items():
         if name in _OURS:
@@ -163,12 +164,13 @@ def _accept_torch_option(name: object, value: object) -> None:
         near = difflib.get_close_matches(str(name).lower(), folded, 1)
         hint = f" Did you mean '{folded[near[0]]}'?" if near else ""
         raise OptionError(
-            f"kernel_options has the unknown key {name!r}.{hint} attnloom's own keys are "
+            f"kernel_options has the unknown key {shown(name)}.{hint} attnloom's own keys are "
             f"{', '.join(_OURS)}; torch's FlexKernelOptions keys are accepted and steer nothing."
         )
-    if bare == "BACKEND" and value not in _TORCH_BACKENDS:
+    if bare == "BACKEND" and not (isinstance(value, str) and value in _TORCH_BACKENDS):
         raise OptionError(
-            f"kernel_options['BACKEND'] is {value!r}; torch knows {', '.join(_TORCH_BACKENDS)}. "
-            "To choose a backend of attnloom use the lower-case key 'backend'."
+            f"kernel_options['BACKEND'] is {shown(value)}; torch knows "
+            f"{', '.join(_TORCH_BACKENDS)}. To choose a backend of attnloom use the lower-case key "
+            "'backend'."
         )
     _log.debug("kernel_options[%r] = %r steers torch's kernels only; ignored", name, value)

@@ -12,6 +12,7 @@ import torch
 
 from attnloom.block_mask import BlockMask
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+from attnloom.masking.arguments import check_flag, shown
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -34,6 +35,11 @@ def check_inputs(
                 "pack the sequences into one row and keep them apart with "
                 "BlockMask.from_cu_seqlens, or pad them and mask the padding."
             )
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{name} has the layout {tensor.layout}; flex_attention takes plain strided "
+                f"tensors. Use {name}.to_dense(), and a block_mask for what is absent."
+            )
         if tensor.dtype not in DTYPES:
             raise DtypeError(
                 f"{name} is {tensor.dtype}; attention takes float64, float32, bfloat16 and "
@@ -50,6 +56,8 @@ def check_inputs(
             f"query has batch {q[0]}, key and value have {k[0]}; the batches must be equal, or 1 "
             f"for a key and value that every batch entry shares. {_shapes(query, key, value)}"
         )
+    if type(enable_gqa) is not bool:
+        check_flag("enable_gqa", enable_gqa)
     if q[1] != k[1]:
         _check_heads(query, key, value, enable_gqa)
     if not query.device == key.device == value.device:
@@ -119,9 +127,8 @@ def read_scale(scale: object, head_dim: int) -> float:
         number = float(scale)
         if math.isfinite(number):
             return number
-    shown = type(scale).__name__ if isinstance(scale, torch.Tensor) else repr(scale)
     raise OptionError(
-        f"scale is {shown}; it must be a finite Python number or None (1 / sqrt(head_dim)). "
+        f"scale is {shown(scale)}; it must be a finite Python number or None (1 / sqrt(head_dim)). "
         "For a learned or per-head scale multiply query by it, or capture it in score_mod."
     )
 
@@ -192,6 +199,18 @@ def _explain_mask_type(block_mask: object) -> None:
     else:
         fix = "Build one with attnloom.create_block_mask."
     raise OptionError(f"block_mask is a {kind}; it must be an attnloom.BlockMask. {fix}")
+
+
+def check_outputs(return_lse: object, return_aux: object) -> None:
+    """Raise OptionError unless return_lse is a bool and return_aux an AuxRequest (torch's will do)
+    or None."""
+    check_flag("return_lse", return_lse)
+    asked = [getattr(return_aux, name, None) for name in ("lse", "max_scores")]
+    if return_aux is not None and not all(isinstance(x, bool) for x in asked):
+        raise OptionError(
+            f"return_aux is {shown(return_aux)}; it must be an AuxRequest, for example "
+            "attnloom.AuxRequest(lse=True, max_scores=False), or None."
+        )
 
 
 def check_score_mod(score_mod: object) -> None:

@@ -9,6 +9,13 @@ from typing_extensions import Self
 
 from attnloom.errors import DtypeError, ShapeError
 from attnloom.masking import known_masks
+from attnloom.masking.arguments import (
+    check_flag,
+    check_mask_mod,
+    check_tensor,
+    read_int,
+    read_lengths,
+)
 from attnloom.masking.build import build_lists
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import BlockLists, TileGrid, block_size_pair
@@ -40,6 +47,7 @@ class KnownMasks:
         Raises:
             DtypeError: mask is not bool. ShapeError: it has fewer than 2 or more than 4 dimensions.
         """
+        check_tensor("mask", mask)
         if mask.dtype is not torch.bool:
             raise DtypeError(
                 f"mask is {mask.dtype}; it must be torch.bool, True where a score is kept. For 0/1 "
@@ -78,6 +86,12 @@ class KnownMasks:
             DtypeError: live or full is not bool. ShapeError: their shapes differ, have fewer than 2
             or more than 4 dimensions, or do not fit seq_lengths.
         """
+        check_tensor("live", live)
+        check_mask_mod(mask_mod)
+        if full is not None:
+            check_tensor("full", full)
+        if seq_lengths is not None:
+            seq_lengths = read_lengths("seq_lengths", seq_lengths)
         full = torch.full_like(live, mask_mod is None) if full is None else full
         block = block_size_pair(BLOCK_SIZE)
         lists = known_masks.block_bool_lists(live, full, block, seq_lengths)
@@ -101,6 +115,7 @@ class KnownMasks:
         Raises:
             DtypeError, ShapeError: start and stop are not integers, or do not broadcast together.
         """
+        kv_len = _length("kv_len", kv_len)
         for name, tensor in (("start", start), ("stop", stop)):
             known_masks.check_integer(name, tensor, (1, 2, 3))
         try:
@@ -146,12 +161,14 @@ class KnownMasks:
             DtypeError, ShapeError, OptionError: no cumulative lengths, or of other documents.
             TraceError: mask_mod cannot be traced.
         """
+        check_flag("causal", causal)
+        check_mask_mod(mask_mod)
         cu_kv = cu_q if cu_kv is None else cu_kv
         for name, cu in (("cu_q", cu_q), ("cu_kv", cu_kv)):
             known_masks.check_integer(name, cu, (1,))
         lengths = (
-            int(cu_q[-1]) if q_len is None and cu_q.numel() else q_len or 0,
-            int(cu_kv[-1]) if kv_len is None and cu_kv.numel() else kv_len or 0,
+            _last(cu_q) if q_len is None else _length("q_len", q_len),
+            _last(cu_kv) if kv_len is None else _length("kv_len", kv_len),
         )
         ranges, tables = known_masks.packed_documents(cu_q, cu_kv, lengths, causal)
         block = block_size_pair(BLOCK_SIZE)
@@ -186,10 +203,10 @@ class KnownMasks:
             DtypeError, ShapeError: the ids are not integers, or of different batch sizes.
             TraceError: mask_mod cannot be traced.
         """
-        for name, ids in (("ids_q", ids_q), ("ids_kv", ids_kv)):
-            if ids is not None:
-                known_masks.check_integer(name, ids, (1, 2))
+        check_mask_mod(mask_mod)
         ids_kv = ids_q if ids_kv is None else ids_kv
+        for name, ids in (("ids_q", ids_q), ("ids_kv", ids_kv)):
+            known_masks.check_integer(name, ids, (1, 2))
         ids_q = ids_q[None] if ids_q.dim() == 1 else ids_q
         ids_kv = ids_kv[None] if ids_kv.dim() == 1 else ids_kv
         if ids_q.shape[0] != ids_kv.shape[0] and 1 not in (ids_q.shape[0], ids_kv.shape[0]):
@@ -207,3 +224,14 @@ class KnownMasks:
             grid = TileGrid(B, 1, ids_q.shape[1], ids_kv.shape[1], *block)
             lists = build_lists(mod, grid, ids_q.device)
         return cls.from_lists(lists, mod, (B, 1))
+
+
+def _last(cumulative: torch.Tensor) -> int:
+    return int(cumulative[-1]) if cumulative.numel() else 0
+
+
+def _length(name: str, value: int) -> int:
+    length = read_int(name, value)
+    if length < 0:
+        raise ShapeError(f"{name} is {length}; lengths are 0 or more.")
+    return length

@@ -6,6 +6,8 @@ import itertools
 
 import torch
 
+from attnloom.errors import OptionError
+from attnloom.masking.arguments import shown
 from attnloom.masking.lists import BlockLists
 
 _EMPTY, _MIXED, _LIVE = " ", "░", "█"
@@ -21,6 +23,12 @@ def draw(
 
     grid_size: rows and columns of characters at most; -1 draws every tile.
     """
+    sizes = grid_size if isinstance(grid_size, (tuple, list)) else (grid_size, grid_size)
+    if len(sizes) != 2 or not all(isinstance(n, int) and n for n in (*sizes, limit)):
+        raise OptionError(
+            f"grid_size is {shown(grid_size)} and limit {shown(limit)}; they must be one int or a "
+            "pair (rows, columns), -1 for one character a tile, and an int above 0."
+        )
     pictures = []
     for count, index in enumerate(itertools.product(*map(range, batch_dims))):
         if count == limit:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnloom.errors import OptionError, ShapeError
+from attnloom.masking.arguments import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,13 +322,13 @@ def block_size_pair(BLOCK_SIZE: int | tuple[int, int]) -> tuple[int, int]:
         pair = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(size, int) for size in pair):
         raise OptionError(
-            f"BLOCK_SIZE is {BLOCK_SIZE!r}; it must be one int or a pair (query, key) of ints."
+            f"BLOCK_SIZE is {shown(BLOCK_SIZE)}; it must be one int or a pair (query, key) of ints."
         )
     for size in pair:
         if size < 16 or size & (size - 1):
             raise OptionError(
-                f"BLOCK_SIZE is {BLOCK_SIZE!r}, and {size} is not a power of two from 16; kernels "
-                "cut tiles out of blocks. Use 16, 32, 64, 128, 256, ..."
+                f"BLOCK_SIZE is {shown(BLOCK_SIZE)}, and {size} is not a power of two from 16; "
+                "kernels cut tiles out of blocks. Use 16, 32, 64, 128, 256, ..."
             )
     return pair
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attnloom.masking import captures, pickling
+from attnloom.masking.arguments import read_device
 
 _TENSORS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 # What besides tensors and the mask_mod makes a mask.
@@ -24,9 +25,10 @@ _STATIC = (
 
 def move(mask: Any, device: torch.device | str) -> Any:
     """See BlockMask.to."""
+    where = read_device(device)
 
     def to(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+        return value.to(where) if isinstance(value, torch.Tensor) else value
 
     out = _blank(type(mask), {name: getattr(mask, name) for name in _STATIC})
     lists = mask._lists

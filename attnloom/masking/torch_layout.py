@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import ShapeError
+from attnloom.errors import DtypeError, ShapeError
+from attnloom.masking.arguments import check_tensor
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import (
     BlockLists,
@@ -56,10 +57,18 @@ class KvBlocks:
         return tuple(torch.broadcast_shapes(*(num.shape[:-1] for num, _, _ in self.pairs)))
 
 
+def whole_tiles(kv_indices: torch.Tensor, block_size: tuple[int, int]) -> tuple[int, int]:
+    """Lengths of a mask of whole tiles, from [..., rows, width]."""
+    check_tensor("kv_indices", kv_indices)
+    rows, width = kv_indices.shape[-2:] if kv_indices.dim() >= 2 else (0, 0)
+    return rows * block_size[0], width * block_size[1]
+
+
 def check_kv_blocks(
     blocks: KvBlocks, seq_lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> None:
-    """Raises ShapeError where shapes do not fit together; reads no data."""
+    """Raises ShapeError where shapes do not fit together, DtypeError where a list holds no
+    integers; reads no data."""
     if (blocks.full_num is None) != (blocks.full_indices is None):
         raise ShapeError(
             "full_kv_num_blocks and full_kv_indices describe full tiles together; give both or "
@@ -68,6 +77,12 @@ def check_kv_blocks(
     rows = -(-seq_lengths[0] // block_size[0])
     for num, indices, partial in blocks.pairs:
         prefix = "" if partial else "full_"
+        for name, tensor in (("kv_num_blocks", num), ("kv_indices", indices)):
+            check_tensor(prefix + name, tensor)
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                raise DtypeError(
+                    f"{prefix}{name} is {tensor.dtype}; block lists hold integers. Use .int()."
+                )
         if indices.dim() < 2 or indices.dim() > 4 or num.shape != indices.shape[:-1]:
             raise ShapeError(
                 f"{prefix}kv_num_blocks is {list(num.shape)} and {prefix}kv_indices "

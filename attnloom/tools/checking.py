@@ -18,6 +18,7 @@ from attnloom.api.options import read_options
 from attnloom.backends.reference import reference_attention
 from attnloom.errors import ShapeError
 from attnloom.ir.node import DType
+from attnloom.masking.arguments import read_int
 from attnloom.masking.captures import map_captures
 from attnloom.tools.budget import Verdict, judge
 from attnloom.tools.eager import eager_attention
@@ -92,6 +93,7 @@ def check_mod(
     """
     check_mods(score_mod, mask_mod)
     read_options(kernel_options)
+    seed = read_int("seed", seed)
     setting = make_setting(
         (score_mod, mask_mod),
         q_len=q_len,

@@ -14,6 +14,7 @@ from attnloom.ir.node import Axes, BoundProgram, DType
 from attnloom.ir.passes.gradient import Gradient, gradient
 from attnloom.ir.passes.simplify import simplify
 from attnloom.ir.text import text as program_text
+from attnloom.masking.arguments import check_flag
 from attnloom.masking.lists import BlockLists, live_area, of_kind
 from attnloom.plan.problem import KernelOptions
 from attnloom.tools.choice import BackendChoice, choose_backend
@@ -151,6 +152,7 @@ def explain(
         backend cannot run it.
     """
     check_mods(score_mod, mask_mod)
+    check_flag("measure", measure)
     options = read_options(kernel_options)
     setting = make_setting(
         (score_mod, mask_mod),

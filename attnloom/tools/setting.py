@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from attnloom.api.masks import create_block_mask
 from attnloom.block_mask import BlockMask
 from attnloom.errors import DtypeError, ModError, OptionError, ShapeError
+from attnloom.masking.arguments import read_data_device, read_int, shown
 from attnloom.masking.captures import captured_tensors
 from attnloom.masking.lists import block_size_pair
 from attnloom.tools.target import kind_of
@@ -177,10 +177,7 @@ def check_mods(score_mod: object, mask_mod: object) -> None:
 
 
 def _positive(name: str, value: object) -> int:
-    try:
-        size = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ShapeError(f"{name} is {value!r}; it must be an int.") from None
+    size = read_int(name, value)
     if size < 1:
         raise ShapeError(f"{name} is {size}; it must be 1 or more.")
     return size
@@ -190,19 +187,14 @@ def _dtype(dtype: object) -> torch.dtype:
     known = {**DTYPES, **{d: d for d in DTYPES.values()}}
     found = known.get(dtype) if isinstance(dtype, (str, torch.dtype)) else None  # type: ignore
     if found is None:
-        raise DtypeError(f"dtype is {dtype!r}; attention takes {', '.join(DTYPES)}.")
+        raise DtypeError(f"dtype is {shown(dtype)}; attention takes {', '.join(DTYPES)}.")
     return found
 
 
 def _device(mods: tuple[Mod | None, ...], device: torch.device | str | None) -> torch.device:
     if device is not None:
-        try:
-            return torch.device(device)
-        except (RuntimeError, TypeError):
-            raise OptionError(
-                f"device is {device!r}, which torch does not know. Use 'cpu', 'cuda', 'cuda:1', ..."
-            ) from None
+        return read_data_device(device)
     for mod in mods:
         for tensor in captured_tensors(mod) if mod is not None else ():
             return tensor.device
-    return torch.get_default_device()
+    return read_data_device(torch.get_default_device())

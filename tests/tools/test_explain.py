@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnloom
-from attnloom.errors import DtypeError, ModError, OptionError, ShapeError, UnsupportedError
+from attnloom.errors import DeviceError, DtypeError, ModError, OptionError, ShapeError, UnsupportedError
 from attnloom.ir.node import BoundProgram, DType
 from attnloom.ir.passes.simplify import simplify
 from attnloom.tools.formula import statements
@@ -179,7 +179,7 @@ def test_stages_are_told():
         (lambda: explain(mods.learned, dtype="int8"), DtypeError, "dtype is 'int8'; attention"),
         (lambda: explain(mods.learned, dtype=3), DtypeError, "dtype is 3; attention takes"),
         (lambda: explain(mods.learned, block_size=48), OptionError, "BLOCK_SIZE is 48"),
-        (lambda: explain(mods.learned, device="gpu"), OptionError, "device is 'gpu', which torch"),
+        (lambda: explain(mods.learned, device="gpu"), DeviceError, "device is 'gpu', which torch"),
         (lambda: explain(mods.learned, kernel_options={"backend": "x"}), OptionError, "no backend"),
         (lambda: explain(None, attnloom.create_block_mask(mods.documented, 1, 1, 64, 64)),
          ModError, "mask_mod is a BlockMask; pass its function, block_mask.mask_mod."),
