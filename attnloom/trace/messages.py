@@ -59,6 +59,16 @@ ADVICE: dict[str, str] = {
     "__setitem__": "captured tensors and traced values are read-only in a mod. Use torch.where.",
     "backward": "gradients flow through a mod by themselves; call backward on the loss.",
     "einsum": "it is not among the small reductions. Write `(a * b).sum()` or `a @ b`.",
+    **dict.fromkeys(
+        ("norm", "linalg_norm", "linalg_vector_norm", "normalize", "cosine_similarity"),
+        "it is not among the small reductions. Write it with sums of a row: "
+        "`(a * a).sum().sqrt()`.",
+    ),
+    **dict.fromkeys(
+        ("linear", "bilinear", "layer_norm", "rms_norm"),
+        "it is not among the small reductions. Apply it to the whole table outside the mod, and "
+        "index the result.",
+    ),
     **{
         name: _IN_PLACE.format(sign, sign)
         for name, sign in {

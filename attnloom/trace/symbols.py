@@ -112,6 +112,9 @@ class Symbol(torch.Tensor):
     def __format__(self, _: str) -> str:
         return repr(self)
 
+    def __round__(self, ndigits: int | None = None) -> Any:
+        raise self.trace.error("calls round() on a traced value", "use torch.round.")
+
     __hash__ = torch.Tensor.__hash__
 
     @classmethod

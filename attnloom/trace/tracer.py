@@ -105,9 +105,18 @@ def _check_signature(trace: Trace) -> None:
     except TypeError as error:
         raise trace.error(
             f"has the signature {signature}",
-            f"it is called as {expected} ({error}). Change its parameters, or bind the others with "
-            "functools.partial.",
+            f"it is called as {expected} ({error}). {_signature_advice(trace.kind, signature)}",
         ) from None
+
+
+def _signature_advice(kind: Kind, signature: inspect.Signature) -> str:
+    if kind == "score_mod" and len(signature.parameters) == len(_ARGUMENTS["mask_mod"]):
+        return (
+            "With four parameters it looks like a mask_mod: pass "
+            "block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead. If it changes "
+            "scores, add the parameter `score` in front."
+        )
+    return "Change its parameters, or bind the others with functools.partial."
 
 
 def _explore(trace: Trace, decisions: tuple[bool, ...]) -> int:
@@ -141,6 +150,12 @@ def _run(trace: Trace, decisions: tuple[bool, ...]) -> int:
         if isinstance(error, AssertionError) and trace.taken:
             raise trace.error(
                 "asserts a traced condition", "kernels cannot raise. Check it outside."
+            ) from None
+        if isinstance(error, KeyError) and any(type(key) is Symbol for key in error.args):
+            raise trace.error(
+                "looks a traced value up in a dictionary",
+                "its value exists only inside the kernel. Stack the entries into one tensor "
+                "outside, capture that and index it.",
             ) from None
         raise
     if trace.failure is not None:  # swallowed, as by `x += y`, which torch then tries as x + y

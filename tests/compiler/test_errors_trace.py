@@ -187,8 +187,20 @@ SCORE_ERRORS: list[tuple[Any, str]] = [
     (lambda s, b, h, q, kv: s + 2**80 * q, "computes with 1208925819614629174706176; integers in a "
      "mod must fit in 64 bits."),
     (lambda b, h, q, kv: q, "has the signature (b, h, q, kv); it is called as score_mod(score, b, "
-     "h, q_idx, kv_idx) (too many positional arguments). Change its parameters, or bind the others "
-     "with functools.partial."),
+     "h, q_idx, kv_idx) (too many positional arguments). With four parameters it looks like a "
+     "mask_mod: pass block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) instead. If it "
+     "changes scores, add the parameter `score` in front."),
+    (lambda s, q, kv: s, "(too many positional arguments). Change its parameters, or bind the "
+     "others with functools.partial."),
+    (lambda s, b, h, q, kv: s * {0: 1.0, 1: 2.0}[h], "looks a traced value up in a dictionary; its "
+     "value exists only inside the kernel. Stack the entries into one tensor outside, capture that "
+     "and index it."),
+    (lambda s, b, h, q, kv: s + round(q / 4), "calls round() on a traced value; use torch.round."),
+    (lambda s, b, h, q, kv: s + torch.nn.functional.linear(table[q], table[0]), "calls "
+     "torch.nn.functional.linear on a traced value; it is not among the small reductions. Apply it "
+     "to the whole table outside the mod, and index the result."),
+    (lambda s, b, h, q, kv: s + torch.norm(table[q]), "calls torch.norm on a traced value; it is "
+     "not among the small reductions. Write it with sums of a row: `(a * a).sum().sqrt()`."),
     (lambda s, b, h, q, kv: torch.nn.functional.gelu(s, approximate="fast"), "calls gelu "
      "with approximate='fast'; torch has none and tanh."),
     (lambda s, b, h, q, kv: torch.div(s, 2, rounding_mode="up"), "divides with rounding_mode='up'; "
