@@ -22,6 +22,7 @@ from attnloom.ir.node import BoundProgram, DType
 from attnloom.trace import captures, messages
 from attnloom.trace.context import Kind, Trace
 from attnloom.trace.elementwise import to_bool, to_dtype
+from attnloom.trace.failures import explained
 from attnloom.trace.symbols import Array, NumberProxy, Symbol
 from attnloom.trace.torch_ops import LOWERINGS, function_name
 
@@ -157,6 +158,9 @@ def _run(trace: Trace, decisions: tuple[bool, ...]) -> int:
                 "its value exists only inside the kernel. Stack the entries into one tensor "
                 "outside, capture that and index it.",
             ) from None
+        instead = explained(trace, error)
+        if instead is not None:
+            raise instead from error
         raise
     if trace.failure is not None:  # swallowed, as by `x += y`, which torch then tries as x + y
         raise trace.failure

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 import attnloom
-from attnloom.errors import DeviceError, DtypeError, ModError, OptionError, ShapeError, UnsupportedError
+from attnloom.errors import (
+    DeviceError,
+    DtypeError,
+    ModError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
 from attnloom.ir.node import BoundProgram, DType
 from attnloom.ir.passes.simplify import simplify
 from attnloom.tools.formula import statements

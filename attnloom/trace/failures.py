@@ -1,0 +1,63 @@
+"""What a mod itself raises while it is traced, in words about the mod.
+
+Rewritten are errors that come of a traced value having no data: torch refuses it, or Python does
+(`score + None`, `score.nope`, `a, b = score`). What the user's own code raises (a NameError, a
+`raise ValueError`) is theirs and passes unchanged.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from attnloom.errors import AttnloomError, TraceError
+from attnloom.trace import messages
+
+if TYPE_CHECKING:
+    from attnloom.trace.context import Trace
+
+_MOST_SHOWN = 160
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_ADVICE = (
+    "inside a mod score, b, h, q_idx and kv_idx are tensors without dimensions whose values exist "
+    "only in the kernel. Use arithmetic, comparisons and torch functions of one score."
+)
+
+
+def explained(trace: Trace, error: Exception) -> TraceError | None:
+    """A TraceError to raise in place of `error`, or None if it is the user's own."""
+    if isinstance(error, AttnloomError):
+        return None
+    frames = _frames(trace, error)
+    from_library = bool(frames) and messages.is_library(frames[-1][0])
+    if not from_library and not isinstance(error, (TypeError, AttributeError)):
+        return None
+    place, source = messages.mod_place(trace.mod), ""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+        if not messages.is_library(frame) and not standard:
+            place = f"{Path(file).name}:{line}"
+            source = messages.source_line(file, line)
+    said = str(error).strip().partition("\n")[0].replace("'Symbol' object", "a traced value")
+    said = said.replace("'Symbol'", "a traced value").replace("Symbol", "traced value")
+    said = said.removesuffix(", but expected one of:")[:_MOST_SHOWN].rstrip(". ")
+    what = f"raises {type(error).__name__}: {said}"
+    where = f" ({place})" if place else ""
+    text = f"{trace.kind} '{messages.mod_name(trace.mod)}'{where} {what}; {_ADVICE}"
+    return TraceError(f"{text}\n    {source}" if source else text)
+
+
+def _frames(trace: Trace, error: Exception) -> list[tuple[FrameType, int]]:
+    """Frames and lines below the call of the mod, outermost first."""
+    found: list[tuple[FrameType, int]] = []
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame is trace.base_frame:
+            found = []
+        else:
+            found.append((step.tb_frame, step.tb_lineno))
+        step = step.tb_next
+    return found
