@@ -32,6 +32,7 @@ def test_python_is_marked_as_python(document: Path) -> None:
 @pytest.mark.parametrize("name", attnloom.__all__)
 def test_every_public_name_has_a_page_with_an_example(name: str) -> None:
     page = ROOT / "docs" / "api" / f"{name}.md"
+    assert page.is_file(), f"write {_name(page)}, with an example, and list it in mkdocs.yml"
     text = page.read_text()
     assert f"<!-- docstring: {name} -->" in text
     examples = [b for b in blocks_of(text) if b.runs]
