@@ -121,7 +121,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask_mod that keeps what every one of mask_mods keeps; without any, everything.
 
     Raises:
-        ModError: one of them is not callable.
+        ModError: one of them is not callable, or does not take 4 arguments.
     """
     _check_callables(mask_mods)
 
@@ -140,7 +140,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask_mod that keeps what any one of mask_mods keeps; without any, nothing.
 
     Raises:
-        ModError: one of them is not callable.
+        ModError: one of them is not callable, or does not take 4 arguments.
     """
     _check_callables(mask_mods)
 
@@ -155,12 +155,19 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     return or_mask
 
 
-def _check_callables(mask_mods: tuple[object, ...]) -> None:
+def _check_callables(mask_mods: tuple[MaskMod, ...]) -> None:
     for place, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
             raise ModError(
                 f"argument {place} is {shown(mask_mod)}; every argument must be a mask_mod(b, h, "
                 "q_idx, kv_idx). Pass the functions themselves, not a list of them or a BlockMask."
+            )
+        # Dynamo cannot look into signatures; the trace of the mask finds the mistake then.
+        if not torch.compiler.is_dynamo_compiling() and _num_arguments(mask_mod) == 5:
+            raise ModError(
+                f"argument {place}, {_name(mask_mod)}, takes 5 arguments, which makes it a "
+                "score_mod; every argument must be a mask_mod(b, h, q_idx, kv_idx). Score_mods are "
+                "combined by calling one on the score that the other returns."
             )
 
 

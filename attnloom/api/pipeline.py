@@ -38,13 +38,14 @@ def run(
     if block_mask is not None:
         validate.check_mask(block_mask, query, key)
         lists, mask_mod = block_mask.lists(), block_mask.mask_mod
+    if score_mod is not None:
+        validate.check_score_mod(score_mod)
     if options.backend == "reference":
         result = reference_forward(query, key, value, score_mod, mask_mod, lists, factor)
         return result.out, result.lse, result.max_scores if want_max_scores else None
 
     device = query.device
     if score_mod is not None:
-        validate.check_score_mod(score_mod)
         score = trace_score(score_mod, compute_type(query.dtype, key.dtype, value.dtype), device)
     if mask_mod is not None and mask_mod is not noop_mask:
         mask = trace_mask(mask_mod, device)

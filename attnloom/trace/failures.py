@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from attnloom.trace.context import Trace
 
 _MOST_SHOWN = 160
+# Mods around the user's: of and_masks, of parts of a mask.
+_COMBINATORS = ("attnloom.api.", "attnloom.masking.")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _ADVICE = (
     "inside a mod score, b, h, q_idx and kv_idx are tensors without dimensions whose values exist "
@@ -38,7 +40,8 @@ def explained(trace: Trace, error: Exception) -> TraceError | None:
     for frame, line in frames:
         file = frame.f_code.co_filename
         standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
-        if not messages.is_library(frame) and not standard:
+        ours = frame.f_globals.get("__name__", "").startswith(_COMBINATORS)
+        if not (messages.is_library(frame) or standard or ours):
             place = f"{Path(file).name}:{line}"
             source = messages.source_line(file, line)
     said = str(error).strip().partition("\n")[0].replace("'Symbol' object", "a traced value")

@@ -128,6 +128,10 @@ def test_misuse(
 MASK = attnloom.create_block_mask(causal, 1, 2, 64, 64, device="cpu", BLOCK_SIZE=16)
 
 
+def reference(score_mod):
+    return attnloom.flex_attention(Q, Q, Q, score_mod, kernel_options={"backend": "reference"})
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -144,6 +148,11 @@ MASK = attnloom.create_block_mask(causal, 1, 2, 64, 64, device="cpu", BLOCK_SIZE
         (lambda: setattr(MASK, "seq_lengths", 32), "seq_lengths is 32; it must be a pair"),
         (lambda: attnloom.and_masks(3), "argument 0 is 3; every argument must be a mask_mod"),
         (lambda: attnloom.or_masks(causal, Q), "argument 1 is a tensor of shape [1, 2, 32, 16]"),
+        (lambda: attnloom.and_masks(lambda s, b, h, q, kv: s), "takes 5 arguments, which makes it"),
+        (lambda: attnloom.or_masks(causal, lambda q, kv: q), "takes 2 arguments; a mask_mod takes"),
+        (lambda: reference(lambda s, b, h, q, kv: None), "a NoneType. Did you forget `return`?"),
+        (lambda: reference(lambda s, b, h, q, kv: torch.ones(3)), "but returned shape [3]."),
+        (lambda: reference(3), "score_mod is a int; it must be a function"),
     ],
 )  # fmt: skip
 def test_misuse_of_a_mask(call, said):

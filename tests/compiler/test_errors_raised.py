@@ -65,6 +65,15 @@ def test_in_a_helper_the_line_of_the_helper():
     )
 
 
+def test_in_a_combined_mask_the_line_of_the_part():
+    def wrong(b, h, q_idx, kv_idx):
+        return q_idx.nope
+
+    line = wrong.__code__.co_firstlineno + 1
+    with pytest.raises(TraceError, match=rf"\(test_errors_raised\.py:{line}\) raises Attribute"):
+        trace_mask(attnloom.and_masks(attnloom.noop_mask, wrong), CPU)
+
+
 def test_the_users_own_errors_pass():
     def refuses(score, b, h, q_idx, kv_idx):
         raise ValueError("my own")

@@ -17,13 +17,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 # What torch.vmap itself uses; there is no public unwrap.
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
 
-from attnloom.errors import UnsupportedError
+from attnloom.errors import TraceError, UnsupportedError
 
 MAX_SERIAL_LANES = 1 << 16
 # A lane-dependent value inside a mod, such as `bias[b]`, may hold this many elements in all.
@@ -109,10 +110,15 @@ def _serial(mod: Callable[..., Any], lanes: tuple[torch.Tensor, ...]) -> torch.T
 
 def _scalar(value: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (bool, int, float, np.generic)):
+            raise TraceError(
+                f"a mod must return one value for one score, but returned a {type(value).__name__}."
+                + (" Did you forget `return`?" if value is None else "")
+            )
         value = torch.tensor(value, device=device)
     if value.ndim != 0:
-        raise TypeError(
-            f"a mod must return one value for one score, but returned shape {list(value.shape)}"
+        raise TraceError(
+            f"a mod must return one value for one score, but returned shape {list(value.shape)}."
         )
     return value
 
