@@ -121,8 +121,11 @@ def _dense_bias(case: Case) -> torch.Tensor | None:
 
 
 def _math(case: Case) -> Attention:
-    """Eager torch operators, every score in memory; products in the inputs' dtype, scores and softmax
-    in float32, since a bfloat16 score of ALiBi at 4,096 keys is off by whole units."""
+    """Eager torch operators, every score in memory.
+
+    Products are in the inputs' dtype, scores and softmax in float32: a bfloat16 score of ALiBi at
+    4,096 keys would be off by whole units.
+    """
     variant = VARIANTS[case.variant]
     mask = dense_mask(case)
     score_mod = variant.score(case.num_heads) if variant.score else None
