@@ -105,13 +105,14 @@ def test_folder_that_cannot_be_written_warns_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.mkdir(mode=0o700)
+    make = cache.tempfile.mkdtemp
 
-    def full(*args: object, **kwargs: object) -> str:
-        raise OSError(28, "No space left on device")
+    def full(prefix: str, dir: Path | None = None) -> str:  # noqa: A002
+        if dir == folder:
+            raise OSError(28, "No space left on device")
+        return make(prefix=prefix, dir=dir)
 
     monkeypatch.setattr(cache.tempfile, "mkdtemp", full)
-    cache.temporary_folder.cache_clear()
-    monkeypatch.setattr(cache, "temporary_folder", lambda: folder.parent)
     with pytest.warns(UserWarning, match="cannot be written: .*No space left on device"):
         assert answer(12) == (12, 1)
     with warnings.catch_warnings():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from attnloom.backends.cpu import cache, toolchain
 from attnloom.backends.cpu.emit import emit_fragments
 from attnloom.backends.cpu.toolchain import Toolchain
-from attnloom.errors import CompileError
+from attnloom.errors import CacheError, CompileError
 from attnloom.ir.node import Program
 from attnloom.stats import count
 
@@ -63,6 +64,7 @@ def kernel(spec: KernelSpec) -> ctypes.CDLL:
 
     Raises:
         CompileError: there is no compiler, or it refused.
+        CacheError: there is no folder to compile in.
     """
     found = _loaded.get(spec.key)
     if found is not None:
@@ -114,38 +116,91 @@ def _load(source: str, target: tuple[str, ...] | None) -> ctypes.CDLL:
     flags = tools.flags(target)
     store = cache.shared_cache()
     key = _key(source, flags, tools, store)
-    path = store.find(key)
-    if path is None:
-        path = store.add(key, _compile(source, flags, tools, key))
-    try:
-        handle = ctypes.CDLL(str(path))
-    except OSError:  # the cache may be on a file system that cannot execute
-        handle = ctypes.CDLL(str(_compile(source, flags, tools, key)))
+    handle = _open(store, key)
+    if handle is None:
+        try:
+            handle = _build(source, flags, tools, store, key)
+        except _CacheFullError:  # the next staging folder lies elsewhere
+            handle = _build(source, flags, tools, store, key)
     count("kernels_loaded")
     return handle
 
 
-def _compile(source: str, flags: tuple[str, ...], tools: Toolchain, key: str) -> Path:
-    folder = cache.temporary_folder() / key
-    folder.mkdir(exist_ok=True)
-    output = folder / cache.KERNEL
-    tools.compile(source, output, flags, KERNELS)
-    count("kernels_compiled")
-    return output
+def _open(store: cache.KernelCache, key: str) -> ctypes.CDLL | None:
+    """The kernel of the cache, loaded."""
+    path = store.find(key)
+    if path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # the cache may be on a file system that cannot execute
+        if store.find(key) is not None:  # else the entry was removed just now
+            store.give_up(f"a kernel in the cache '{store.folder}' cannot be loaded: {error}.")
+        return None
+
+
+class _CacheFullError(Exception):
+    """The compiler failed where nothing can be written any more."""
+
+
+def _build(
+    source: str, flags: tuple[str, ...], tools: Toolchain, store: cache.KernelCache, key: str
+) -> ctypes.CDLL:
+    """Compile and load a kernel, then keep it: what cannot be loaded never enters the cache."""
+    with store.staging() as folder:
+        include = folder / "include"
+        output = folder / cache.KERNEL
+        try:
+            include.mkdir()
+            for name, text in _headers().items():
+                (include / name).write_text(text, encoding="utf-8")
+            tools.compile(source, output, flags, include)
+        except (CompileError, OSError) as error:
+            if not store.can_be_written(folder):
+                raise _CacheFullError from error
+            if isinstance(error, CompileError):
+                raise
+            raise CacheError(
+                f"a kernel cannot be compiled in '{folder}': {error}. Set TMPDIR, or "
+                "ATTNLOOM_CACHE_DIR, to a folder with room."
+            ) from error
+        count("kernels_compiled")
+        try:
+            handle = ctypes.CDLL(str(output))
+        except OSError as error:
+            raise CompileError(
+                f"the C++ compiler {tools.name} made a kernel that cannot be loaded: {error}. It "
+                "must compile for this machine, and the folder must allow programs to run. Unset "
+                "CXX or set it to g++ or clang++, or set ATTNLOOM_CACHE_DIR to another folder."
+            ) from error
+        store.publish(key, folder)
+    return handle
 
 
 def _key(source: str, flags: tuple[str, ...], tools: Toolchain, store: cache.KernelCache) -> str:
     identity = hashlib.sha256(tools.identity.encode()).hexdigest()[:16]
     version = store.remember(f"compiler-{identity}", tools.version)
-    parts = (cache.FORMAT, source, _headers(), *flags, tools.identity, version, tools.cpu)
+    headers = "\0".join(f"{name}\0{text}" for name, text in _headers().items())
+    parts = (cache.FORMAT, source, headers, *flags, tools.identity, version, tools.cpu)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
 
 @functools.cache
-def _headers() -> str:
-    """Digest of the files that a source may include."""
-    digest = hashlib.sha256()
-    for path in sorted(KERNELS.iterdir()):
-        if path.suffix in (".h", ".cpp"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+def _headers() -> dict[str, str]:
+    """Name -> text of the files that a source may include.
+
+    Read once: what is compiled is then what the key says, also while an upgrade replaces them.
+    """
+    found = sorted(path for path in KERNELS.iterdir() if path.suffix in (".h", ".cpp"))
+    return {path.name: path.read_text(encoding="utf-8") for path in found}
+
+
+def _after_fork() -> None:
+    """Threads that held a lock when this process was forked off do not exist in it."""
+    global _registry
+    _registry = threading.Lock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

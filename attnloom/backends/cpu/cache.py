@@ -1,17 +1,19 @@
 """Compiled kernels on disk, shared by processes.
 
-    <folder>/<key>/kernel.so, sha256, kernel.cpp     one folder a kernel, renamed into place whole
+    <folder>/<key>/kernel.so, kernel.cpp, sha256     one folder a kernel, renamed into place whole
 
 The folder is ATTNLOOM_CACHE_DIR, or `attnloom` in the user's cache folder. Loading a shared object
 runs it, so the folder and every entry must belong to this user and be writable by nobody else, and
-an entry must have the digest that was recorded for it; else it is built again. Where the folder
-cannot be used (read-only, full, not trusted), kernels live in a private temporary folder until the
-process ends, and one warning says so.
+an entry must have the digest that was recorded for it; else it is built again. An entry appears
+only after its kernel has been loaded once, by a rename: what a killed process, a full disk or a
+broken compiler leaves is never taken for a kernel. Where the folder cannot be used (read-only,
+full, not trusted, no home), kernels are built in a private temporary folder and live as long as the
+process, and one warning says so.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import functools
 import hashlib
 import os
@@ -20,33 +22,43 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from attnloom.errors import CacheError
 
 # Changes when the layout of the cache or the interface of kernels does.
-FORMAT = "1"
+FORMAT = "2"
 KERNEL = "kernel.so"
+_SOURCE = "kernel.cpp"
 _DIGEST = "sha256"
+_STAGING = "new-"
+_REPLACED = "old-"
+_ABANDONED_S = 24 * 3600  # a staging folder of this age has no process any more
+_PROBE_BYTES = 1 << 20
 _lock = threading.Lock()
 _warned = False
 
 
 def default_folder() -> Path:
-    """Where kernels are kept; it need not exist."""
+    """Where kernels are kept; it need not exist.
+
+    Raises:
+        RuntimeError: this user has no home folder, and the environment names no other.
+    """
     chosen = os.environ.get("ATTNLOOM_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "attnloom"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "attnloom"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "attnloom"
 
 
 def check_trusted(path: Path) -> None:
-    """Raise unless `path` belongs to this user and nobody else can write to it.
+    """Raise unless `path` belongs to this user and nobody else can write to it or replace it.
 
     Raises:
         CacheError: it does not, or someone can. OSError: it cannot be looked at.
@@ -66,23 +78,38 @@ def check_trusted(path: Path) -> None:
         )
 
 
+def _check_parents(folder: Path) -> None:
+    """Raise if somebody else could put another folder in this one's place."""
+    for parent in folder.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise CacheError(
+                f"the kernel cache '{folder}' lies in '{parent}', where any user can replace it "
+                "by a folder of theirs. Set ATTNLOOM_CACHE_DIR to a folder of your own."
+            )
+
+
 class KernelCache:
     """Kernels in one folder.
 
-    folder: created when first written to.
+    folder: created when first written to; None if there is none, for the reason given.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None, reason: str = "") -> None:
         self.folder = folder
+        self._reason = reason
         self._usable: bool | None = None
 
     def find(self, key: str) -> Path | None:
         """The kernel of `key`, if it is there, trusted and intact."""
-        if not self._open(create=False):
+        folder = self._open(create=False)
+        if folder is None:
             return None
-        entry = self.folder / key
+        entry = folder / key
         try:
             for path in (entry, entry / KERNEL):
+                if path.is_symlink():
+                    return None  # no entry has one, and it may lead anywhere
                 check_trusted(path)
             expected = (entry / _DIGEST).read_text().strip()
             intact = _digest(entry / KERNEL) == expected
@@ -90,78 +117,72 @@ class KernelCache:
             return None
         return entry / KERNEL if intact else None
 
-    def add(self, key: str, built: Path) -> Path:
-        """Copy a built kernel's folder into the cache, and return the kernel to load.
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """An empty folder to build a kernel in, which only this user can enter; gone afterwards.
 
-        A failure to write is no error: the kernel is then used where it was built.
+        It lies in the cache, where `publish` can rename it to an entry, or else in the temporary
+        folder.
+
+        Raises:
+            CacheError: there is no folder that can be written to.
         """
-        if not self._open(create=True):
-            return built
-        entry = self.folder / key
+        folder = self._make_staging() or _temporary_folder()
         try:
-            self._place(entry, built)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def publish(self, key: str, staging: Path) -> None:
+        """Make a built kernel the entry of `key`. A failure to write is no error."""
+        folder = self._open(create=False)
+        if folder is None or staging.parent != folder:
+            return
+        try:
+            for path in staging.iterdir():
+                if path.name not in (KERNEL, _SOURCE):
+                    _remove(path)
+            for name in (KERNEL, _SOURCE):
+                (staging / name).chmod(0o600)  # whatever the umask lets others write
+            (staging / _DIGEST).write_text(_digest(staging / KERNEL))
+            self._place(folder / key, staging)
+            _remove_abandoned(folder)
         except OSError as error:
-            self._give_up(f"the kernel cache '{self.folder}' cannot be written: {error}.")
-            return built
-        return self.find(key) or built
+            self.give_up(f"the kernel cache '{folder}' cannot be written: {error}.")
 
     def remember(self, key: str, compute: Callable[[], str]) -> str:
         """A short text that is expensive to find out, kept under `key`."""
-        path = self.folder / key
-        if self._open(create=False):
+        folder = self._open(create=False)
+        if folder is not None:
+            path = folder / key
             try:
-                check_trusted(path)
-                return path.read_text()
+                if not path.is_symlink():
+                    check_trusted(path)
+                    return path.read_text(encoding="utf-8")
             except (OSError, CacheError, UnicodeDecodeError):
                 pass
         text = compute()
-        if self._open(create=True):
+        folder = self._open(create=True)
+        if folder is not None:
             try:
-                with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
-                    file.write(text)
-                Path(file.name).replace(path)
+                _write_whole(folder / key, text)
             except OSError as error:
-                self._give_up(f"the kernel cache '{self.folder}' cannot be written: {error}.")
+                self.give_up(f"the kernel cache '{folder}' cannot be written: {error}.")
         return text
 
-    def _place(self, entry: Path, built: Path) -> None:
-        """Rename a complete copy to `entry`; of two processes either copy will do."""
-        staging = Path(tempfile.mkdtemp(prefix="new-", dir=self.folder))
+    def can_be_written(self, staging: Path) -> bool:
+        """Whether a file of some size still fits; if not, the cache is not used from then on."""
+        if self.folder is None or staging.parent != self.folder:
+            return True
         try:
-            for file in built.parent.iterdir():
-                shutil.copyfile(file, staging / file.name)
-            (staging / _DIGEST).write_text(_digest(built))
-            if entry.exists() and self.find(entry.name) is None:
-                broken = Path(tempfile.mkdtemp(prefix="old-", dir=self.folder))
-                entry.rename(broken / "entry")
-                shutil.rmtree(broken, ignore_errors=True)
-            try:
-                staging.rename(entry)
-            except OSError:
-                if self.find(entry.name) is None:  # else another process was first
-                    raise
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-    def _open(self, create: bool) -> bool:
-        """Whether the folder may be used; decided once, the reason is warned about."""
-        if self._usable is not None:
-            return self._usable
-        try:
-            if not self.folder.exists():
-                if not create:
-                    return False
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_trusted(self.folder)
-        except CacheError as error:
-            self._give_up(str(error))
+            (staging / "probe").write_bytes(bytes(_PROBE_BYTES))
         except OSError as error:
-            self._give_up(f"the kernel cache '{self.folder}' cannot be used: {error}.")
-        else:
-            self._usable = True
-        return bool(self._usable)
+            self.give_up(f"the kernel cache '{self.folder}' cannot be written: {error}.")
+            return False
+        return True
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Do not use the folder any more, and warn of the reason, once in a process."""
         global _warned
         self._usable = False
         with _lock:
@@ -173,26 +194,115 @@ class KernelCache:
                 stacklevel=2,
             )
 
+    def _make_staging(self) -> Path | None:
+        folder = self._open(create=True)
+        if folder is None:
+            return None
+        try:
+            return Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+        except OSError as error:
+            self.give_up(f"the kernel cache '{folder}' cannot be written: {error}.")
+            return None
+
+    def _place(self, entry: Path, staging: Path) -> None:
+        """Rename `staging` to `entry`; of two processes either kernel will do."""
+        if os.path.lexists(entry) and self.find(entry.name) is None:
+            broken = Path(tempfile.mkdtemp(prefix=_REPLACED, dir=entry.parent))
+            with contextlib.suppress(FileNotFoundError):  # another process did the same
+                entry.rename(broken / "entry")
+            shutil.rmtree(broken, ignore_errors=True)
+        try:
+            staging.rename(entry)
+        except OSError:
+            if self.find(entry.name) is None:  # else another process was first
+                raise
+
+    def _open(self, create: bool) -> Path | None:
+        """The folder, if it may be used; decided once, the reason is warned about."""
+        if self._usable is not None:
+            return self.folder if self._usable else None
+        if self.folder is None:
+            self.give_up(self._reason)
+            return None
+        try:
+            if not self.folder.exists():
+                if not create:
+                    return None
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_trusted(self.folder)
+            _check_parents(self.folder)
+        except CacheError as error:
+            self.give_up(str(error))
+        except OSError as error:
+            self.give_up(f"the kernel cache '{self.folder}' cannot be used: {error}.")
+        else:
+            self._usable = True
+            return self.folder
+        return None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that other processes see complete or not at all."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", prefix=_STAGING, dir=path.parent, delete=False
+    ) as file:
+        try:
+            file.write(text)
+            file.close()
+            Path(file.name).replace(path)
+        except OSError:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """What processes that were killed while they built have left."""
+    now = time.time()
+    for path in folder.iterdir():
+        if path.name.startswith((_STAGING, _REPLACED)):
+            with contextlib.suppress(OSError):  # another process may do the same
+                if now - path.lstat().st_mtime > _ABANDONED_S:
+                    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="attnloom-"))
+    except OSError as error:
+        raise CacheError(
+            f"there is no folder to compile a kernel in: {error}. Set TMPDIR, or "
+            "ATTNLOOM_CACHE_DIR, to a folder that you can write to."
+        ) from error
+
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @functools.cache
-def temporary_folder() -> Path:
-    """A folder that only this user can read, removed when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="attnloom-"))
-    owner = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # not in a child that inherited the folder by fork
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return folder
-
-
-@functools.cache
 def shared_cache() -> KernelCache:
     """The cache of this process, in `default_folder()` as it is when first asked for."""
-    return KernelCache(default_folder())
+    try:
+        return KernelCache(default_folder())
+    except RuntimeError as error:
+        return KernelCache(
+            None,
+            f"there is no folder for the kernel cache: {error} Set HOME or ATTNLOOM_CACHE_DIR.",
+        )
+
+
+def _after_fork() -> None:
+    """Another thread may have held the lock when this process was forked off."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

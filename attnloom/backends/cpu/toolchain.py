@@ -7,6 +7,7 @@ time of change, and asked for its version once (cache.py remembers the answer).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -14,6 +15,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ _FLAGS = (
 )
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native"}
 _TIMEOUT_S = 300
+_MAX_LINES, _MAX_WIDTH = 12, 300  # of a compiler's words in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +85,71 @@ class Toolchain:
             CompileError: the compiler refused or could not be run; its own words are in the text.
         """
         path = output.with_suffix(".cpp")
-        path.write_text(source)
-        self._run(*flags, f"-I{include}", str(path), "-o", str(output))
+        path.write_text(source, encoding="utf-8")
+        done = self._run(*flags, f"-I{include}", str(path), "-o", str(output))
+        if not output.is_file():
+            raise CompileError(_refusal(self.name, done, "wrote no kernel"))
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = (*self.command, *arguments)
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
+            done = _run_to_end(command)
+        except OSError as error:
             raise CompileError(
                 f"could not run the C++ compiler {self.name}: {error}. Set CXX to another "
                 'compiler, or use kernel_options={"backend": "tiled"}, which needs none.'
             ) from error
+        except subprocess.TimeoutExpired as error:
+            raise CompileError(
+                f"the C++ compiler {self.name} was stopped after {_TIMEOUT_S} s. A kernel takes it "
+                "about a second; is the machine out of memory? Set CXX to another compiler, or use "
+                f'kernel_options={{"backend": "tiled"}}, which needs none. The command was:\n'
+                f"{shlex.join(command)}"
+            ) from error
         if done.returncode != 0:
-            raise CompileError(_refusal(self.name, done))
+            raise CompileError(_refusal(self.name, done, _how_it_ended(done.returncode)))
         return done
 
 
-def _refusal(name: str, done: subprocess.CompletedProcess[str]) -> str:
-    said = "\n".join((done.stderr or done.stdout).strip().splitlines()[:12])
+def _run_to_end(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run a program and collect what it says. If it has to be stopped, so are the programs that it
+    started, which would hold its output open."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C"},  # messages that a search engine knows
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=_TIMEOUT_S)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"failed with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _refusal(name: str, done: subprocess.CompletedProcess[str], problem: str) -> str:
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    said = "\n".join(line[:_MAX_WIDTH] for line in lines[:_MAX_LINES])
     return (
-        f"the C++ compiler {name} failed with exit code {done.returncode}. "
+        f"the C++ compiler {name} {problem}. "
         "attnloom needs gcc 9, clang 12 or later, or ziglang. Set CXX to another compiler, or use "
-        f'kernel_options={{"backend": "tiled"}}, which needs none. It said:\n{said}'
+        f'kernel_options={{"backend": "tiled"}}, which needs none. The command was:\n'
+        f"{shlex.join(done.args)}\nIt said:\n{said or '(nothing)'}"
     )
 
 
@@ -129,7 +172,13 @@ def available() -> Toolchain | None:
 def _command() -> tuple[str, ...] | None:
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
-        words = shlex.split(chosen)
+        try:
+            words = shlex.split(chosen)
+        except ValueError as error:
+            raise CompileError(
+                f"CXX is {chosen!r}, which is no command: {error}. Set CXX to a C++ compiler, or "
+                "unset it to let attnloom look for g++ and clang++."
+            ) from None
         found = shutil.which(words[0])
         if found is None:
             raise CompileError(
@@ -150,7 +199,9 @@ def _command() -> tuple[str, ...] | None:
 def _identity(command: tuple[str, ...]) -> str:
     """Path, size and time of change of every file that the command names."""
     parts = [platform.machine(), *command]
-    files = [Path(word) for word in command if os.sep in word]
+    # `ccache g++` and the like name the compiler by a later word.
+    places = (shutil.which(word) for word in command if not word.startswith("-"))
+    files = [Path(place) for place in places if place is not None]
     spec = importlib.util.find_spec("ziglang") if "ziglang" in command else None
     if spec is not None and spec.origin is not None:
         files.append(Path(spec.origin).parent / "zig")
