@@ -3,9 +3,10 @@
 //   unit    `fold` query heads of one kv head, with all their q_len rows: R = fold * q_len <= TILE_M
 //   part    one of num_splits shares of the unit's live tiles (flash-decoding, Dao et al. 2023)
 //
-// Rows of grouped heads share every key they load. Keys are transposed on the fly, in cache: each is
-// used by one unit only. A first region computes the parts, a second one combines them in order.
+// Rows of grouped heads share every key they load (few_rows.h). A first region computes the parts, a
+// second one combines them in order.
 #define MR 4
+#include "few_rows.h"
 #include "gemm.h"
 #include "online_softmax.h"
 #include "pack.h"
@@ -42,7 +43,7 @@ struct DecodeLayout {
         Scratch(char* memory, const Geometry& sizes) {
             Arena arena(memory);
             query = arena.take<real>(TILE_M * round_up(sizes.key_units, W));
-            keys = arena.take<real>(sizes.key_units * TILE_N);
+            keys = arena.take<real>(round_up(sizes.key_units, W) * TILE_N);
             values = arena.take<real>(sizes.value_lanes * TILE_N / UNIT_ELEMENTS);
             scores = arena.take<real>(TILE_M * TILE_N);
             acc = arena.take<real>(TILE_M * sizes.value_lanes);
@@ -87,29 +88,53 @@ static bool mask_tile(const AttentionArgs& args, const ModArgs& mods, const Unit
     return true;
 }
 
+// scores = Q K^T for the columns of a tile. Keys in the tensor's own form are read in place.
+static void score_tile(const AttentionArgs& args, const DecodeLayout& layout, const Rows& keys,
+                       Range columns, const DecodeLayout::Scratch& scratch) {
+    i64 row_units = round_up(layout.sizes.key_units, W);
+    bool in_place = keys.dtype == OWN_DTYPE && args.head_dim % (W * UNIT_ELEMENTS) == 0;
+    if (!in_place) pack_units(keys, TILE_N, row_units, scratch.keys);
+    const char* data = in_place ? keys.data : (const char*)scratch.keys;
+    i64 row_bytes = in_place ? keys.bytes_between : row_units * (i64)sizeof(real);
+    Range whole = {columns.begin / W * W, (i32)round_up(columns.end, W)};
+    for (i64 r = 0; r < layout.num_rows; r += MR)
+        dot_keys(scratch.query + r * row_units, row_units, data, row_bytes, keys.count, whole,
+                 scratch.scores + r * TILE_N);
+}
+
+// acc += P V for the columns of a tile.
+static void value_tile(const AttentionArgs& args, const DecodeLayout& layout, const Rows& values,
+                       Range columns, const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
+    i64 lanes = layout.sizes.value_lanes;
+    bool whole_units = !BF16_PAIRS || values.count % 2 == 0;
+    bool in_place = values.dtype == OWN_DTYPE && args.value_dim % W == 0 && whole_units;
+    if (!in_place) pack_right(values, TILE_N, lanes, scratch.values);
+    ValueUnits source = {in_place ? values.data : (const char*)scratch.values,
+                         in_place ? values.bytes_between : lanes * (i64)sizeof(real)};
+    i64 end = min_i64(columns.end, values.count);
+    Range units = {columns.begin / UNIT_ELEMENTS, (i32)ceil_div(end, UNIT_ELEMENTS)};
+    auto add = in_place ? add_values<false> : add_values<true>;
+    for (i64 r = 0; r < layout.num_rows; r += MR)
+        add(state.probabilities() + r * PROBABILITY_ROW, PROBABILITY_ROW, source, units, lanes,
+            state.acc + r * lanes);
+}
+
 static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, const ModArgs& mods,
                         const Unit& unit, const KeyTile& tile, Range columns,
                         const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
-    const Geometry& sizes = layout.sizes;
     i64 k0 = tile.index * TILE_N, count = min_i64(TILE_N, args.kv_len - k0);
-    i64 num_panels = ceil_div(layout.num_rows, MR);
+    Rows keys(args.key, unit.kv_b, unit.kv_h, k0, count, args.head_dim);
+    Rows values(args.value, unit.kv_b, unit.kv_h, k0, count, args.value_dim);
+    score_tile(args, layout, keys, columns, scratch);
     Range panels[MAX_PANELS];
-    for (i64 p = 0; p < num_panels; p++) panels[p] = columns;
-    pack_transposed(Rows(args.key, unit.kv_b, unit.kv_h, k0, count, args.head_dim), scratch.keys);
-    multiply_columns(num_panels, panels, sizes.key_units, scratch.query, round_up(sizes.key_units, W),
-                     scratch.keys, state.scores);
+    for (Range& panel : panels) panel = columns;
     auto softmax = tile.masked ? softmax_rows<true> : softmax_rows<false>;
     for (i64 g = 0; g < args.fold; g++) {
         TileColumn column;
         enter_keys(mods, unit.heads[g], k0, column);
         softmax(mods, unit.heads[g], column, k0, panels, score_scale(args), state.from_row(g * args.q_len));
     }
-    i64 own = REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;
-    bool in_place = !BF16_PAIRS && args.value.dtype == own && args.value_dim % W == 0;
-    Rows values(args.value, unit.kv_b, unit.kv_h, k0, count, args.value_dim);
-    if (!in_place) pack_right(values, TILE_N, sizes.value_lanes, scratch.values);
-    accumulate_values(num_panels, panels, count, in_place ? (const real*)values.data : scratch.values,
-                      in_place ? args.value.stride_row : sizes.value_lanes, state);
+    value_tile(args, layout, values, columns, scratch, state);
 }
 
 static void attend_part(const AttentionArgs& args, const DecodeLayout& layout, i64 worker, i64 task) {

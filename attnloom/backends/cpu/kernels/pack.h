@@ -101,18 +101,25 @@ NOINLINE void pack_units(const Rows& rows, i64 num_rows, i64 row_units, real* pa
 }
 
 #if BF16_PAIRS
+// W elements from `offset` of a row of `size`, zero beyond its end, in the low half of each lane.
+INLINE v_u32 load_wide_bf16(const char* row, i64 offset, i64 size) {
+    if (offset + W <= size) return CONVERT(load_as<v_u16>(row + offset * 2), v_u32);
+    v_u32 lanes = {};
+    for (i64 i = 0; i < W && offset + i < size; i++) lanes[i] = load_as<u16>(row + (offset + i) * 2);
+    return lanes;
+}
+
 // packed [num_rows / 2][row_lanes], num_rows even, row_lanes a multiple of W
 NOINLINE void pack_right(const Rows& rows, i64 num_rows, i64 row_lanes, real* packed) {
-    for (i64 i = 0; i < num_rows; i += 2)
+    for (i64 i = 0; i < num_rows; i += 2) {
+        const char *even = rows[i], *odd = rows[i + 1];
         for (i64 d = 0; d < row_lanes; d += W) {
-            u16 even[W] = {}, odd[W] = {};
-            i64 bytes = 2 * max_i64(0, min_i64(W, rows.size - d));
-            if (i < rows.count) __builtin_memcpy(even, rows[i] + d * 2, bytes);
-            if (i + 1 < rows.count) __builtin_memcpy(odd, rows[i + 1] + d * 2, bytes);
-            v_u32 low = CONVERT(load_as<v_u16>(even), v_u32);
-            v_u32 high = CONVERT(load_as<v_u16>(odd), v_u32);
+            v_u32 low = {}, high = {};
+            if (i < rows.count) low = load_wide_bf16(even, d, rows.size);
+            if (i + 1 < rows.count) high = load_wide_bf16(odd, d, rows.size);
             store_as(packed + i / 2 * row_lanes + d, low | high << 16);
         }
+    }
 }
 #else
 // packed [num_rows][row_lanes], row_lanes a multiple of W
@@ -140,30 +147,47 @@ NOINLINE void pack_right(const Rows& rows, i64 num_rows, i64 row_lanes, real* pa
 #define LOG2_W 1
 #endif
 
-// packed [ceil(size / UNIT_ELEMENTS)][TILE_N]; columns `rows.count` .. TILE_N are zero.
-NOINLINE void pack_transposed(const Rows& rows, real* packed) {
-    i64 num_units = ceil_div(rows.size, UNIT_ELEMENTS);
-    for (i64 first = 0; first < TILE_N; first += W)
-        for (i64 unit = 0; unit < num_units; unit += W) {
-            vf lanes[W];
-            for (i64 i = 0; i < W; i++)
-                lanes[i] = first + i < rows.count
-                               ? load_units(rows[first + i], rows.dtype, unit, rows.size)
-                               : (vf){};
-#pragma GCC unroll 4
-            for (int round = 0; round < LOG2_W; round++) {
-                vf mixed[W];
-#pragma GCC unroll 8
-                for (int i = 0; i < W / 2; i++) {
-                    mixed[2 * i] = INTERLEAVE_LOW(lanes[i], lanes[i + W / 2]);
-                    mixed[2 * i + 1] = INTERLEAVE_HIGH(lanes[i], lanes[i + W / 2]);
-                }
+static const i64 OWN_DTYPE = BF16_PAIRS ? DTYPE_BF16 : REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;
+
+// W units from `unit` of rows first .. first + W; zero outside.
+INLINE void load_block(const Rows& rows, i64 first, i64 unit, vf* lanes) {
+    bool inside = first + W <= rows.count && (unit + W) * UNIT_ELEMENTS <= rows.size;
+    if (inside && rows.dtype == OWN_DTYPE) {
+        const char* corner = rows[first] + unit * (i64)sizeof(real);
 #pragma GCC unroll 16
-                for (int i = 0; i < W; i++) lanes[i] = mixed[i];
+        for (int i = 0; i < W; i++) lanes[i] = load_as<vf>(corner + i * rows.bytes_between);
+        return;
+    }
+    for (i64 i = 0; i < W; i++)
+        lanes[i] = first + i < rows.count ? load_units(rows[first + i], rows.dtype, unit, rows.size)
+                                          : (vf){};
+}
+
+// Columns first .. first + W of `packed` [ceil(size / UNIT_ELEMENTS)][TILE_N]; zero from
+// rows.count on.
+NOINLINE void pack_columns(const Rows& rows, i64 first, real* packed) {
+    i64 num_units = ceil_div(rows.size, UNIT_ELEMENTS);
+    for (i64 unit = 0; unit < num_units; unit += W) {
+        vf lanes[W];
+        load_block(rows, first, unit, lanes);
+#pragma GCC unroll 4
+        for (int round = 0; round < LOG2_W; round++) {
+            vf mixed[W];
+#pragma GCC unroll 8
+            for (int i = 0; i < W / 2; i++) {
+                mixed[2 * i] = INTERLEAVE_LOW(lanes[i], lanes[i + W / 2]);
+                mixed[2 * i + 1] = INTERLEAVE_HIGH(lanes[i], lanes[i + W / 2]);
             }
-            i64 wanted = min_i64(W, num_units - unit);
-            for (i64 i = 0; i < wanted; i++) vf_store(packed + (unit + i) * TILE_N + first, lanes[i]);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) lanes[i] = mixed[i];
         }
+        i64 wanted = min_i64(W, num_units - unit);
+        for (i64 i = 0; i < wanted; i++) vf_store(packed + (unit + i) * TILE_N + first, lanes[i]);
+    }
+}
+
+NOINLINE void pack_transposed(const Rows& rows, real* packed) {
+    for (i64 first = 0; first < TILE_N; first += W) pack_columns(rows, first, packed);
 }
 
 #endif
