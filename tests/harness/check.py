@@ -27,6 +27,7 @@ from tests.harness.implementations import (
     Implementation,
     eager,
     fresh_memory_is_nan,
+    one_thread,
     oracle,
 )
 
@@ -71,18 +72,11 @@ def check_attention(case: Case, implementation: Implementation, *, backward: boo
         backward: whether to check gradients of query, key, value and learnable captures.
     """
     problem = draw_problem(case)
-    truth = run(problem.copy(torch.float64), oracle, backward)
-    rough = run(problem.copy(), eager, backward)
+    with one_thread():
+        truth = run(problem.copy(torch.float64), oracle, backward)
+        allowed = _eager_errors(case, problem, truth, backward)
     with fresh_memory_is_nan():
         mine = run(problem.copy(), implementation, backward)
-    few = [name for name, x in truth.items() if 0 < x.numel() < FEW]
-    allowed = {name: _errors(rough[name], truth[name]) for name in truth}
-    for seed in range(1, EXTRA_DRAWS + 1) if few else ():
-        other = draw_problem(case.with_seed(case.seed + 1000 * seed))
-        exact = run(other.copy(torch.float64), oracle, backward)
-        inexact = run(other, eager, backward)
-        for name in few:
-            allowed[name] = _worst(allowed[name], _errors(inexact[name], exact[name]))
     problems = []
     for name, result in mine.items():
         dtype = _expected_dtype(name, problem)
@@ -108,6 +102,21 @@ def run(problem: Problem, implementation: Implementation, backward: bool) -> Res
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             results[name] = torch.zeros_like(leaf) if grad is None else grad
     return results
+
+
+def _eager_errors(
+    case: Case, problem: Problem, truth: Results, backward: bool
+) -> dict[str, Errors]:
+    rough = run(problem.copy(), eager, backward)
+    found = {name: _errors(rough[name], truth[name]) for name in truth}
+    few = [name for name, x in truth.items() if 0 < x.numel() < FEW]
+    for seed in range(1, EXTRA_DRAWS + 1) if few else ():
+        other = draw_problem(case.with_seed(case.seed + 1000 * seed))
+        exact = run(other.copy(torch.float64), oracle, backward)
+        inexact = run(other, eager, backward)
+        for name in few:
+            found[name] = _worst(found[name], _errors(inexact[name], exact[name]))
+    return found
 
 
 def _expected_dtype(name: str, problem: Problem) -> torch.dtype:

@@ -105,6 +105,17 @@ def _attnloom(problem: Problem, kernel_options: dict[str, Any], device: str) -> 
 
 
 @contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch runs on one thread: many small operators wait for each other less."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
     """Inside, `torch.empty` gives NaN, so that an element left unwritten shows."""
     before = torch.are_deterministic_algorithms_enabled()
