@@ -8,6 +8,7 @@ import torch
 from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
+from tests.harness.implementations import one_thread
 from tests.harness.memory import peak_growth
 from tests.harness.planted import Bugs, tiled
 
@@ -26,6 +27,12 @@ PLANTED = {
     "captured gradient off by 5%": (Bugs(capture_gain=1.05), "full_bias", SIZES, r"d_bias: "),
     "lse in base 2": (Bugs(lse_base_2=True), "plain", SIZES, r"lse: max error"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

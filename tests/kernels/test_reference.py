@@ -13,11 +13,18 @@ from attnloom.block_mask import BlockLists
 from attnloom.errors import ShapeError, UnsupportedError
 from tests.harness.case import Case, draw_problem
 from tests.harness.draw import Sizes
+from tests.harness.implementations import one_thread
 from tests.harness.mods import MODS
 
 SMALL = Sizes(B=2, Hq=2, Hkv=1, Q_LEN=9, KV_LEN=11, D=4, Dv=3)
 # torch runs these mods under vmap, which refuses Python control flow.
 BRANCHING = {"ternary", "if_statement", "builtin_min_max", "prefix_or"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
 
 
 def every_lane(s: Sizes) -> tuple[torch.Tensor, ...]:
