@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import attnloom
 from attnloom.backends.cpu import build, cache, toolchain
+from attnloom.backends.cpu.forks import threads_lost
 from attnloom.errors import CacheError
 from attnloom.stats import compile_stats, reset_compile_stats
 
@@ -329,6 +331,19 @@ def test_fork_while_another_thread_compiles() -> None:
     assert child.exitcode == 0
 
 
+def assert_ends_well(child: int) -> None:
+    """A forked process exits with status 0, within a minute."""
+    for _ in range(600):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_kernel_loaded_before_a_fork_runs_in_the_child() -> None:
     library = build.load_source(SOURCE % 36)
@@ -336,14 +351,23 @@ def test_kernel_loaded_before_a_fork_runs_in_the_child() -> None:
     if child == 0:
         right = library.answer() == 36 and build.load_source(SOURCE % 37).answer() == 37
         os._exit(0 if right else 1)
-    for _ in range(600):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.1)
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        pytest.fail("the child hangs")
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert_ends_well(child)
     assert answer(36) == (36, 0)  # the child's end removed nothing of its parent's
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_fork_after_a_kernel_ran_on_several_threads() -> None:
+    """OpenMP's threads are not in the child, which would wait for them for ever."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        q = torch.ones(1, 4, 512, 32)
+        expected = attnloom.flex_attention(q, q, q)
+        child = os.fork()
+        if child == 0:
+            same = attnloom.flex_attention(q, q, q)[0, 0, 0, 0] == expected[0, 0, 0, 0]
+            os._exit(0 if same else 1)
+        assert_ends_well(child)
+        assert not threads_lost()
+    finally:
+        torch.set_num_threads(before)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnloom.backends.cpu.forks import threads_lost
 from attnloom.backends.registry import AttentionCall
 from attnloom.ir.node import BoundProgram, Program
 
@@ -46,6 +47,8 @@ class BackwardSchedule:
 
 def num_threads(call: AttentionCall) -> int:
     """torch's number of threads, but one for a problem that is done before a second wakes up."""
+    if threads_lost():
+        return 1
     query = call.query
     width = query.size(3) + call.value.size(3)
     if query.numel() // max(1, query.size(3)) * call.key.size(2) * width < _SERIAL_PRODUCTS:
