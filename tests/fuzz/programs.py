@@ -173,7 +173,7 @@ def programs() -> st.SearchStrategy[FuzzProgram]:
 @st.composite
 def sizes(draw: st.DrawFn) -> Sizes:
     """Shapes: one, odd, more keys than queries and fewer, grouped heads, odd head dimensions."""
-    length = st.sampled_from((1, 2, 7, 16, 31, 40))
+    length = st.sampled_from((1, 2, 7, 16, 31, 40, 70))
     width = st.sampled_from((1, 3, 8, 16, 17))
     heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     return Sizes(
