@@ -149,7 +149,9 @@ def test_rejected_backends_say_why():
 
 
 def test_expected_speed_follows_from_the_parts():
+    threads = torch.get_num_threads()
     found = explain(mods.learned, mods.window(16), q_len=256, heads=2, measure=True)
+    assert torch.get_num_threads() == threads
     mask, speed = found.mask, found.speed
     parts = ((mask.full_scores, speed.full_ns), (mask.partial_scores, speed.partial_ns))
     assert math.isclose(speed.expected_ms, sum(n * ns for n, ns in parts if n) / 1e6)
