@@ -234,6 +234,14 @@ TEMPLATES: dict[str, tuple[Template, ...]] = {
         ("{0}.bool()", "I"),
     ),
 }
+# What a score_mod makes of its last float, {0}: moderate, or hidden where a condition {1} is false.
+RESULTS = (
+    "{0}",
+    "score + torch.tanh({0})",
+    "3 * torch.sin({0})",
+    "torch.where({1}, score + torch.tanh({0}), -float('inf'))",
+    "score.masked_fill(~{1}, float('-inf')) + torch.cos({0})",
+)
 WILD: tuple[Template, ...] = (
     ("(torch.log({0}) > -0.371)", "F"),
     ("(torch.sqrt({0}) < 1.0371)", "F"),

@@ -90,7 +90,7 @@ class Precisions:
             (self.single.direct, self.double.direct),
             (self.single.traced, self.double.traced),
         )
-        found = [_distance(x, y) for x, y in pairs]
+        found = [distance(x, y) for x, y in pairs]
         return torch.maximum(*found)
 
 
@@ -106,7 +106,7 @@ def precisions(
     return Precisions(single, double)
 
 
-def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """|x - y|; 0 for equal infinities and two NaN, infinite where only one is a number."""
     x, y = x.double(), y.double()
     same = (x == y) | (x.isnan() & y.isnan())
@@ -122,9 +122,9 @@ def assert_equal(
     noise: torch.Tensor | float = 0.0,
 ) -> None:
     """Equal up to `tolerance` relative to 1 + |expected|, and 16 times the noise of the lane."""
-    distance = _distance(got, expected)
+    off = distance(got, expected)
     size = expected.double().abs().nan_to_num(posinf=0.0)
-    wrong = distance > tolerance * (1 + size) + 16 * noise
+    wrong = off > tolerance * (1 + size) + 16 * noise
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0, 0])
         where = {name: x.flatten()[first].item() for name, x in at.items()}

@@ -17,6 +17,7 @@ from tests.fuzz.grammar import (
     FORKS,
     LEAVES,
     NUMBERS,
+    RESULTS,
     SCORE_LEAVES,
     TEMPLATES,
     WILD,
@@ -154,9 +155,9 @@ def bodies(draw: st.DrawFn, is_score: bool) -> Lines:
         lines += writer.statement()
     result = writer.expression("F" if is_score else "B", 3)
     if is_score:
-        result = draw(
-            st.sampled_from(("{0}", "score + torch.tanh({0})", "3 * torch.sin({0})"))
-        ).format(result)
+        form = draw(st.sampled_from(RESULTS))
+        hidden = writer.expression("B", 1) if "{1}" in form else ""
+        result = form.format(result, hidden)
     return (*lines, f"return {result}")
 
 
