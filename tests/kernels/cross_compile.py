@@ -7,13 +7,13 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -97,12 +97,9 @@ def _pointers(arguments: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int,
 
 def _assemble(ptx: str) -> tuple[int, int]:
     """Registers a thread and bytes of spill stores, as ptxas reports them."""
-    match = re.search(r"\.target (sm_\w+)", ptx)
+    match = re.search(r"\.target (sm_(\d+)\w*)", ptx)
     assert match is not None
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    tool = folder / "ptxas"
-    if "sm_10" in match[1] and (folder / "ptxas-blackwell").exists():
-        tool = folder / "ptxas-blackwell"
+    tool = get_ptxas(int(match[2])).path
     done = subprocess.run(
         [tool, "-v", f"-arch={match[1]}", "-", "-o", "/dev/null"],
         input=ptx, capture_output=True, text=True, check=True,

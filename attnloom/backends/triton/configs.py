@@ -1,8 +1,8 @@
 """Which tile sizes a kernel runs with: tables by architecture and shape class, best first.
 
 A table lists what was measured fastest, then smaller ones. A candidate is dropped when its shared
-memory surely exceeds the device's; one that Triton still refuses for resources is followed by the
-next (launch_forward.py). Measurements: docs/log.md.
+memory surely exceeds the device's; one that Triton still refuses for resources, or whose kernel
+spills, is followed by the next (launch_forward.py). Measurements: docs/log.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from attnloom.backends.triton.config import INTERPRETED
 
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 512
+# Tiles whose kernel spills more 4-byte registers a thread are passed over, MAX_TRIES at most.
+FEW_SPILLS = 8
+MAX_TRIES = 3
 _UNLIMITED = 1 << 30
 
 
@@ -121,7 +124,7 @@ def forward_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
     if shape.itemsize == 8:
         found = (Tile(32, 32, 4, 1),)
     best = found[0] if found else _SMALL[0]
-    if -(-shape.num_rows // min(best.tile_m, shape.max_m)) < device.num_processors:
+    if best.tile_m > 64 and shape.num_rows < device.num_processors * best.tile_m:
         # too few programs for the device: halve the tiles
         found = (Tile(64, min(best.tile_n, 64), 4, best.num_stages), *found)
     return _fitting(found, device, shape)

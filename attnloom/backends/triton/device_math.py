@@ -5,60 +5,11 @@ Integer division and remainder in Triton truncate; torch floors. A zero divisor 
 only be met in lanes that a mask or a `where` discards.
 """
 
-import numpy as np
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
-
-from attnloom.backends.triton.config import INTERPRETED
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-def _library(name: str, interpreted):
-    """A function of the device library; under Triton's interpreter, numpy's counterpart of it."""
-    if not INTERPRETED:
-        return getattr(libdevice, name)
-    from triton.runtime.interpreter import TensorHandle
-
-    def call(*operands):
-        first = max(operands, key=lambda t: len(t.type.shape) if t.type.is_block() else 0)
-        values = [t.handle.data for t in operands]
-        dtype = first.type.scalar
-        result = interpreted(*values).astype(values[0].dtype)
-        return tl.core.tensor(TensorHandle(result, dtype), first.type)
-
-    return call
-
-
-def _erf(x):
-    import math
-
-    return np.vectorize(math.erf, otypes=[float])(x)
-
-
-tan = _library("tan", np.tan)
-asin = _library("asin", np.arcsin)
-acos = _library("acos", np.arccos)
-atan = _library("atan", np.arctan)
-atan2 = _library("atan2", np.arctan2)
-asinh = _library("asinh", np.arcsinh)
-acosh = _library("acosh", np.arccosh)
-atanh = _library("atanh", np.arctanh)
-erfc = _library("erfc", lambda x: 1.0 - _erf(x))
-power = _library("pow", np.power)
-exp_library = _library("exp", np.exp)
-exp2_library = _library("exp2", np.exp2)
-expm1_library = _library("expm1", np.expm1)
-log_library = _library("log", np.log)
-log2_library = _library("log2", np.log2)
-log1p_library = _library("log1p", np.log1p)
-tanh_library = _library("tanh", np.tanh)
-sinh_library = _library("sinh", np.sinh)
-cosh_library = _library("cosh", np.cosh)
-erf_library = _library("erf", _erf)
-sqrt_library = _library("sqrt", np.sqrt)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from attnloom.backends.triton.config import INTERPRETED
 from attnloom.ir.node import Axes, DType, Node, Program
 
 TYPES = {
@@ -74,21 +75,21 @@ _EXPRESSIONS: dict[str, str] = {
     "rsqrt": "tl.rsqrt({0})",
     "sin": "tl.sin({0})",
     "cos": "tl.cos({0})",
-    "tan": "dm.tan({0})",
-    "asin": "dm.asin({0})",
-    "acos": "dm.acos({0})",
-    "atan": "dm.atan({0})",
-    "atan2": "dm.atan2({0}, {1})",
+    "tan": "lib.tan({0})",
+    "asin": "lib.asin({0})",
+    "acos": "lib.acos({0})",
+    "atan": "lib.atan({0})",
+    "atan2": "lib.atan2({0}, {1})",
     "sinh": "dm.sinh({0})",
     "cosh": "dm.cosh({0})",
     "tanh": "dm.tanh_exact({0})",
-    "asinh": "dm.asinh({0})",
-    "acosh": "dm.acosh({0})",
-    "atanh": "dm.atanh({0})",
+    "asinh": "lib.asinh({0})",
+    "acosh": "lib.acosh({0})",
+    "atanh": "lib.atanh({0})",
     "sigmoid": "dm.sigmoid({0})",
     "erf": "tl.erf({0})",
-    "erfc": "dm.erfc({0})",
-    "pow": "dm.power({0}, {1})",
+    "erfc": "lib.erfc({0})",
+    "pow": "lib.power({0}, {1})",
     "reciprocal": "(1.0 / {0})",
     "isnan": "({0} != {0})",
     "isinf": "dm.isinf({0})",
@@ -121,12 +122,11 @@ _FLOAT = {
 }
 # float64, and float32 under exact_math: the device library instead of short formulas.
 _LIBRARY = {
-    name: f"dm.{name}_library({{0}})"
-    for name in ("exp", "expm1", "log1p", "tanh", "sinh", "cosh", "log", "log2", "exp2", "erf")
+    name: f"lib.{name}({{0}})"
+    for name in "exp expm1 log1p tanh sinh cosh log log2 exp2 erf sqrt".split()
 } | {
-    "sqrt": "dm.sqrt_library({0})",
-    "rsqrt": "(1.0 / dm.sqrt_library({0}))",
-    "sigmoid": "(1.0 / (1.0 + dm.exp_library(-{0})))",
+    "rsqrt": "(1.0 / lib.sqrt({0}))",
+    "sigmoid": "(1.0 / (1.0 + lib.exp(-{0})))",
 }
 _REDUCERS = {
     "sum": "({0} + {1})",
@@ -336,6 +336,7 @@ _HEADER = """import triton
 import triton.language as tl
 
 from attnloom.backends.triton import device_math as dm
+from attnloom.backends.triton import {library} as lib
 
 
 """
@@ -352,4 +353,5 @@ def emit_mask(program: Program, target: Target) -> str:
 
 
 def module_text(*parts: str) -> str:
-    return _HEADER + "\n\n".join(parts)
+    library = "library_numpy" if INTERPRETED else "library"
+    return _HEADER.format(library=library) + "\n\n".join(parts)

@@ -40,7 +40,6 @@ class _Ready:
     launch: Launcher
     merge: Launcher
     tile: configs.Tile
-    next_tiles: tuple[configs.Tile, ...]
     widths: tuple[Chunks, Chunks] | None
     num_units: int
     num_splits: int
@@ -68,22 +67,35 @@ def decode(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     key = launch_key(call, tensors)
     ready = _ready.get(key)
     if ready is None:
-        ready = _remember(key, _prepare(call, tensors, _tiles(call)))
-    while True:
+        if len(_ready) >= _READY_LIMIT:
+            _ready.clear()
+        _ready[key] = _choose(call, tensors)
+    else:
+        _launch(ready, call, tensors)
+    return tensors.result()
+
+
+def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
+    """Launch with the first tiles that the device takes and that keep all values in registers; of
+    the first few, the ones that come closest."""
+    best: _Ready | None = None
+    refused: OutOfResources | None = None
+    num_tried = 0
+    for tile in _tiles(call):
+        ready = _prepare(call, tensors, tile)
         try:
             _launch(ready, call, tensors)
-            return tensors.result()
-        except OutOfResources:
-            if not ready.next_tiles:
-                raise
-            ready = _remember(key, _prepare(call, tensors, ready.next_tiles))
-
-
-def _remember(key: tuple[object, ...], ready: _Ready) -> _Ready:
-    if len(_ready) >= _READY_LIMIT:
-        _ready.clear()
-    _ready[key] = ready
-    return ready
+        except OutOfResources as error:
+            refused = error
+            continue
+        num_tried += 1
+        if best is None or ready.launch.spills < best.launch.spills:
+            best = ready
+        if best.launch.spills <= configs.FEW_SPILLS or num_tried == configs.MAX_TRIES:
+            break
+    if best is None:
+        raise refused or AssertionError("no tiles")
+    return best
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
@@ -121,11 +133,10 @@ def _partial(ready: _Ready, tensors: Tensors) -> tuple[torch.Tensor, torch.Tenso
     return room[2 * step :], room[:step], room[step : 2 * step]
 
 
-def _prepare(call: AttentionCall, tensors: Tensors, tiles: tuple[configs.Tile, ...]) -> _Ready:
+def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Ready:
     query, key, value, blocks = tensors.query, tensors.key, tensors.value, call.blocks
     batch, heads, q_len, _ = query.shape
     group = heads // key.size(1)
-    tile, *rest = tiles
     num_units, num_rows = batch * key.size(1), group * q_len
     num_chunks = -(-num_rows // tile.tile_m)
     num_splits = _num_splits(
@@ -155,7 +166,6 @@ def _prepare(call: AttentionCall, tensors: Tensors, tiles: tuple[configs.Tile, .
         Launcher(decode_kernel, config, num_units * num_chunks * num_splits, tile.options),
         Launcher(combine_kernel, config, num_units * num_rows, {"num_warps": 4}),
         tile,
-        tuple(rest),
         tma_widths(config),
         num_units,
         num_splits,

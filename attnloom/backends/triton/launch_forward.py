@@ -35,13 +35,11 @@ _NO_LISTS = (0.0,) * 8
 class _Ready:
     """A launch but for its addresses.
 
-    tile: see configs.py; next_tiles: what to try if refused. widths: chunks of D and of Dv where
-    TMA is used.
+    tile: see configs.py. widths: chunks of D and of Dv where TMA is used.
     """
 
     launch: Launcher
     tile: configs.Tile
-    next_tiles: tuple[configs.Tile, ...]
     widths: tuple[Chunks, Chunks] | None
     shape: tuple[float, ...]
     strides: tuple[float, ...]
@@ -57,22 +55,35 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     key = launch_key(call, tensors)
     ready = _ready.get(key)
     if ready is None:
-        ready = _remember(key, _prepare(call, tensors, _tiles(call)))
-    while True:
+        if len(_ready) >= _READY_LIMIT:
+            _ready.clear()
+        _ready[key] = _choose(call, tensors)
+    else:
+        _launch(ready, call, tensors)
+    return tensors.result()
+
+
+def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
+    """Launch with the first tiles that the device takes and that keep all values in registers; of
+    the first few, the ones that come closest."""
+    best: _Ready | None = None
+    refused: OutOfResources | None = None
+    num_tried = 0
+    for tile in _tiles(call):
+        ready = _prepare(call, tensors, tile)
         try:
             _launch(ready, call, tensors)
-            return tensors.result()
-        except OutOfResources:
-            if not ready.next_tiles:
-                raise
-            ready = _remember(key, _prepare(call, tensors, ready.next_tiles))
-
-
-def _remember(key: tuple[object, ...], ready: _Ready) -> _Ready:
-    if len(_ready) >= _READY_LIMIT:
-        _ready.clear()
-    _ready[key] = ready
-    return ready
+        except OutOfResources as error:
+            refused = error
+            continue
+        num_tried += 1
+        if best is None or ready.launch.spills < best.launch.spills:
+            best = ready
+        if best.launch.spills <= configs.FEW_SPILLS or num_tried == configs.MAX_TRIES:
+            break
+    if best is None:
+        raise refused or AssertionError("no tiles")
+    return best
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
@@ -99,10 +110,9 @@ def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
     )  # fmt: skip
 
 
-def _prepare(call: AttentionCall, tensors: Tensors, tiles: tuple[configs.Tile, ...]) -> _Ready:
+def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Ready:
     query, key, blocks = tensors.query, tensors.key, call.blocks
     batch, heads, q_len, _ = query.shape
-    tile, *rest = tiles
     num_tiles = -(-q_len // tile.tile_m)
     shape = (
         heads,
@@ -122,7 +132,6 @@ def _prepare(call: AttentionCall, tensors: Tensors, tiles: tuple[configs.Tile, .
     return _Ready(
         Launcher(forward_kernel, config, num_tiles * batch * heads, tile.options),
         tile,
-        tuple(rest),
         tma_widths(config),
         pack_ints(shape),
         pack_ints(strides),
@@ -150,16 +159,13 @@ def _covering(length: int) -> int:
 
 
 def _heads_together(call: AttentionCall, device: configs.Device) -> int:
-    """Query heads whose keys and values share half of the L2 cache; whole groups of a key head.
-
-    With a mask more heads are taken together: programs differ in length, and the longest of many
-    heads first leaves less of a tail."""
+    """Query heads taken together, whole groups of a key head: a power of two of key heads whose
+    keys and values share about a third of the L2 cache (H200, S = 8192: 4 heads at D = 128, 8 at
+    64)."""
     key, value = call.key, call.value
     group = call.query.size(1) // key.size(1)
     bytes_a_head = key.size(2) * (
         key.size(3) * key.element_size() + value.size(3) * value.element_size()
     )
-    together = max(1, device.l2_bytes // 2 // max(bytes_a_head, 1))
-    if call.blocks is not None:
-        together *= 4
-    return min(together, 64) * group
+    together = max(1, 3 * device.l2_bytes // 10 // max(bytes_a_head, 1))
+    return min(1 << (together.bit_length() - 1), 64) * group

@@ -23,9 +23,10 @@ class Launcher:
     """Launches `kernel` with a configuration as its last argument.
 
     kernel: a jit function. grid: number of programs. options: num_warps and num_stages.
+    spills: registers that each thread of the kernel keeps in memory; known after the first launch.
     """
 
-    __slots__ = ("_compiled", "config", "grid", "kernel", "options")
+    __slots__ = ("_compiled", "config", "grid", "kernel", "options", "spills")
 
     def __init__(
         self, kernel: Any, config: KernelConfig, grid: int, options: dict[str, int]
@@ -34,6 +35,7 @@ class Launcher:
         self.config = config
         self.grid = grid
         self.options = options
+        self.spills = 0
         self._compiled: Any = None
 
     def __call__(self, aligned: bool, *args: object) -> None:
@@ -46,8 +48,9 @@ class Launcher:
         compiled = self._compiled
         if compiled is None or not aligned:
             compiled = self.kernel[(self.grid,)](*args, self.config, **self.options)
-            if aligned and not INTERPRETED:
-                self._compiled = compiled
+            if not INTERPRETED:
+                self.spills = compiled.n_spills
+                self._compiled = compiled if aligned else None
             return
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
