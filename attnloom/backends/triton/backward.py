@@ -1,17 +1,17 @@
 """What the kernels of the backward share: chunked products, probabilities, and the preprocess.
 
-Backward of fused attention by recomputation (Dao et al. 2022, 2023), in two forms:
-
-    two kernels  backward_keys.py owns key tiles (dk, dv), backward_rows.py owns row tiles (dq);
-                 7 matrix products a tile; no atomics, so bitwise the same from run to run
-    one kernel   backward_keys.py adds its part of dq to memory (DQ_ATOMIC); 5 products a tile
+Backward of fused attention by recomputation (Dao et al. 2022, 2023). backward_keys.py owns key
+tiles (dk, dv), backward_rows.py owns row tiles (dq): 7 matrix products a tile and no atomics, so
+that the three are bitwise the same from run to run. One kernel of 5 products that adds its part of
+dq to memory was slower at every head dimension measured (docs/log.md).
 
 Glossary, beyond forward.py's
     p            probabilities exp2(score_log2 - lse_log2); 0 where a score is masked
     dp           dout . v^T
     delta        rowsum(out * dout) - dlse, so that dscore = p * (dp - delta)
-    stats        [2, B * Hq * Q_LEN]: lse_log2 = lse * log2(e), then delta. Rows without keys and
-                 rows past Q_LEN have lse_log2 = +inf, hence p = 0, without a mask
+    stats        [2, B * Hq, PITCH]: lse_log2 = lse * log2(e), then delta; PITCH is Q_LEN in whole
+                 tiles, so that loads need no mask. Rows without keys and rows past Q_LEN have
+                 lse_log2 = +inf, hence p = 0, without a mask either
     sums, sinks  what gradients of captured tensors carry and where they go, see emit_grad.py
 """
 
@@ -133,9 +133,9 @@ def first_sums(ROWS: tl.constexpr, cfg: tl.constexpr):
 
 @triton.jit(do_not_specialize=["shape", "strides"])
 def delta_kernel(out, dout, dlse, lse, stats, shape, strides, cfg: tl.constexpr):
-    """stats of one row tile. shape = (Hq, Q_LEN, B * Hq * Q_LEN); strides of out, dout; packed."""
-    heads, q_len, total = whole32(shape, 0), whole32(shape, 3), whole(shape, 6)
-    tiles = tl.cdiv(q_len, cfg.TILE_M)
+    """stats of one row tile. shape = (Hq, Q_LEN, PITCH, B * Hq); strides of out, dout; packed."""
+    heads, q_len, pitch = whole32(shape, 0), whole32(shape, 3), whole32(shape, 6)
+    tiles = pitch // cfg.TILE_M
     pid = tl.program_id(0)
     row = (pid % tiles) * cfg.TILE_M
     bh = pid // tiles
@@ -150,10 +150,11 @@ def delta_kernel(out, dout, dlse, lse, stats, shape, strides, cfg: tl.constexpr)
     delta = tl.sum(products, 1)
     offs = row + tl.arange(0, cfg.TILE_M)
     at = bh.to(tl.int64) * q_len + offs
+    to = bh.to(tl.int64) * pitch + offs
     live = offs < q_len
     if cfg.HAS_DLSE:
         delta -= tl.load(dlse + at, mask=live, other=0.0)
-    natural = tl.load(lse + at, mask=live, other=0.0)
+    natural = tl.load(lse + at, mask=live, other=float("-inf"))
     lse_log2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2_E)
-    tl.store(stats + at, lse_log2, mask=live)
-    tl.store(stats + total + at, delta, mask=live)
+    tl.store(stats + to, lse_log2)
+    tl.store(stats + whole(shape, 9) * pitch + to, delta)

@@ -30,35 +30,36 @@ from attnloom.backends.triton.device_math import real, whole, whole32
 
 
 @triton.jit
-def _add_dq(dq, ds, k, at, offs, inside, cfg: tl.constexpr):
-    """Add this tile's part of dq to fp32 memory [B * Hq, Q_LEN, D0]."""
-    part = tl.dot(ds.T, k[0], input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
-    bh, row, q_len = at
-    if cfg.DQ_TMA:
-        dq.atomic_add([bh, row, 0], part.reshape(1, cfg.TILE_M, cfg.D0))
+def _row_values(stats, pos, row, WHICH: tl.constexpr, cfg: tl.constexpr):
+    """lse_log2 (0) or delta (1) of a step's rows: [1, TILE_M]. Loaded into the layout of a tile's
+    columns by threads they cost 32 copies of 4 bytes a thread, and the registers to address them;
+    by TMA none."""
+    bh, num_heads, pitch = pos
+    line = bh + WHICH * num_heads
+    if cfg.USE_TMA:
+        return stats.load([line, row])
     else:
-        start = dq + (bh.to(tl.int64) * q_len + row) * cfg.D0
-        near = tl.arange(0, cfg.TILE_M)[:, None] * cfg.D0 + tl.arange(0, cfg.D0)[None, :]
-        tl.atomic_add(start + near, part, mask=inside[:, None], sem="relaxed")
+        # said by arithmetic that rows are aligned, see tiles.py
+        start = line.to(tl.int64) * ((pitch // 16) * 16) + row
+        return tl.load(stats + (start + tl.arange(0, cfg.TILE_M)))[None, :]
 
 
 @triton.jit
 def _key_step(
-    state, k, v, q_src, q_at, do_src, do_at, dq, stats, row, partial, scale, contexts, pos, sinks,
+    state, k, v, q_src, q_at, do_src, do_at, stats, row, partial, scale, contexts, pos, sinks,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """One query tile. state = (dk chunks, dv chunks, sums); stats = (lse_log2, delta) of the
     head."""
     M: tl.constexpr = cfg.TILE_M
     dk, dv, sums = state
-    b, h, bh, offs_n, q_offset, kv_offset, kv_len = pos
+    b, h, line, offs_n, q_offset, kv_offset, kv_len = pos
     score_ctx, grad_ctx, mask_ctx = contexts
     offs = row + tl.arange(0, M)
-    inside = offs < q_at[5]
     offs_m = offs[None, :]
     q = load_chunks(q_src, q_at, row, M, cfg.D0, cfg.D1, cfg.D2, cfg.D, cfg)
     raw = inner(k, q, cfg.D1, cfg.D2, cfg)
-    lse_log2 = tl.load(stats[0] + offs, mask=inside, other=float("inf"))[None, :]
+    lse_log2 = _row_values(stats, line, row, 0, cfg)
     score, p = probabilities(raw, scale, lse_log2, score_ctx, b, h, offs_n, offs_m, cfg)
     if cfg.MAY_MASK:  # noqa: SIM102 - known when the kernel is compiled, the other is not
         if partial:
@@ -69,15 +70,13 @@ def _key_step(
     if cfg.WANT_DV:
         dv = add_product(dv, p.to(cfg.OPERAND), do, cfg.E1, cfg.E2, cfg)
     if cfg.WANT_DK:
-        delta = tl.load(stats[1] + offs, mask=inside, other=0.0)[None, :]
+        delta = _row_values(stats, line, row, 1, cfg)
         dp = inner(v, do, cfg.E1, cfg.E2, cfg)
         ds, sums = score_gradient(
             p * (dp - delta), score, sums, sinks, grad_ctx, b, h, offs_n, offs_m, cfg
         )
         ds = ds.to(cfg.OPERAND)
         dk = add_product(dk, ds, q, cfg.D1, cfg.D2, cfg)
-        if cfg.DQ_ATOMIC:
-            _add_dq(dq, ds, k, (bh, row, q_at[5]), offs, inside, cfg)
     return dk, dv, sums
 
 
@@ -123,13 +122,13 @@ def _locate(lists, shape, cfg: tl.constexpr):
 
 @triton.jit(do_not_specialize=["lists", "score_args", "mask_args", "scale", "shape", "strides"])
 def key_kernel(
-    q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dq, dk, dv, stats, lists, score_args, mask_args,
+    q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dk, dv, stats, lists, score_args, mask_args,
     sinks, scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
     """shape = (Hq, Hkv, GROUP, Q_LEN, KV_LEN, B, key tiles, q_offset, kv_offset, heads of a batch,
-    units of a key head, parts, Bkv * Hkv * parts, Bkv); strides of q, k, v, dout, dk, dv; lists =
-    (offsets, entries, work, batch step, head step, key blocks) of the transposed mask; g0..g2
-    sources of dout; sinks as emit_grad.py's; dq only if DQ_ATOMIC. dk and dv have parts * Bkv batch
+    units of a key head, parts, Bkv * Hkv * parts, Bkv, PITCH); strides of q, k, v, dout, dk, dv;
+    lists = (offsets, entries, work, batch step, head step, key blocks) of the transposed mask; g0..g2
+    sources of dout; sinks as emit_grad.py's; dk and dv have parts * Bkv batch
     entries."""
     heads, group = whole32(shape, 0), whole32(shape, 6)
     q_len, kv_len = whole32(shape, 9), whole32(shape, 12)
@@ -146,7 +145,7 @@ def key_kernel(
     acc_v = zeros(N, cfg.E0, cfg.E1, cfg.E2, cfg)
     q_src, do_src = (q0, q1, q2), (g0, g1, g2)
     factor = real(scale, 0, cfg.ACC)
-    total = whole32(shape, 15).to(tl.int64) * heads * q_len
+    num_heads, pitch = whole32(shape, 15) * heads, whole32(shape, 42)
     overhangs = start + N > kv_len
     for unit in range(first_unit, last_unit):
         b = b_kv + unit // group
@@ -154,9 +153,7 @@ def key_kernel(
         bh = b * heads + h
         q_at = (b, h, whole(strides, 0), whole(strides, 3), whole(strides, 6), q_len)
         do_at = (b, h, whole(strides, 27), whole(strides, 30), whole(strides, 33), q_len)
-        row_stats = stats + bh.to(tl.int64) * q_len
-        head_stats = (row_stats, row_stats + total)
-        pos = (b, h, bh, offs_n, q_offset, kv_offset, kv_len)
+        pos = (b, h, (bh, num_heads, pitch), offs_n, q_offset, kv_offset, kv_len)
         contexts = _contexts(score_args, mask_args, b, h, offs_n, kv_offset, cfg)
         state = (acc_k, acc_v, first_sums(N, cfg))
         if cfg.HAS_LISTS:
@@ -170,7 +167,7 @@ def key_kernel(
                 partial = ((entry & 1) != 0) | overhangs
                 entry = tl.load(lists[1] + tl.minimum((t + 1) // cfg.SUB, last - 1))
                 state = _key_step(
-                    state, k, v, q_src, q_at, do_src, do_at, dq, head_stats, row, partial, factor,
+                    state, k, v, q_src, q_at, do_src, do_at, stats, row, partial, factor,
                     contexts, pos, sinks, cfg,
                 )  # fmt: skip
         else:
@@ -179,7 +176,7 @@ def key_kernel(
                 if cfg.HAS_MASK:
                     partial = True
                 state = _key_step(
-                    state, k, v, q_src, q_at, do_src, do_at, dq, head_stats, t * cfg.TILE_M,
+                    state, k, v, q_src, q_at, do_src, do_at, stats, t * cfg.TILE_M,
                     partial, factor, contexts, pos, sinks, cfg,
                 )  # fmt: skip
         acc_k, acc_v, sums = state

@@ -55,8 +55,8 @@ def row_kernel(
     q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dq, stats, lists, score_args, mask_args, sinks,
     scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
-    """shape, lists, scale and sources as forward_kernel's; g0..g2 those of dout. strides of q, k,
-    v, dout, dq. sinks: where `peaks` fragments store, else unused."""
+    """shape (and PITCH), lists, scale and sources as forward_kernel's; g0..g2 those of dout.
+    strides of q, k, v, dout, dq. sinks: where `peaks` fragments store, else unused."""
     b, h, tile, first, last = locate(lists, shape, cfg)
     heads, q_len, kv_len = whole32(shape, 0), whole32(shape, 12), whole32(shape, 15)
     q_offset, kv_offset = whole32(shape, 18), whole32(shape, 21)
@@ -73,11 +73,10 @@ def row_kernel(
     row = tile * M
     offs = row + tl.arange(0, M)
     offs_m = offs[:, None]
-    at = (b * heads + h).to(tl.int64) * q_len + offs
-    inside = offs < q_len
-    total = whole32(shape, 6).to(tl.int64) * heads * q_len
-    lse_log2 = tl.load(stats + at, mask=inside, other=float("inf"))[:, None]
-    delta = tl.load(stats + total + at, mask=inside, other=0.0)[:, None]
+    pitch = whole32(shape, 33)
+    at = (b * heads + h).to(tl.int64) * pitch + offs
+    lse_log2 = tl.load(stats + at)[:, None]
+    delta = tl.load(stats + whole32(shape, 6).to(tl.int64) * heads * pitch + at)[:, None]
     pos = (b, h, offs_m, q_offset, kv_offset)
     score_ctx = score_context(score_args, b, h, offs_m, cfg)
     mask_ctx = mask_context(mask_args, b, h, offs_m + q_offset, cfg)

@@ -135,6 +135,6 @@ def _is_own(call: AttentionCall, names: tuple[str | None, ...], tensor: torch.Te
     lengths = dict(zip(("b", "h", "q", "kv"), (*query.shape[:3], key.size(2)), strict=True))
     if None in names or len(set(names)) != len(names):
         return False
-    needed = {name for name, length in lengths.items() if length > 1}
+    needed = {"q", "kv"} | {name for name, length in lengths.items() if length > 1}
     inside = all(size >= lengths[str(name)] for name, size in zip(names, tensor.shape, strict=True))
     return inside and needed <= set(names) and tensor.numel() < 2**31

@@ -32,8 +32,8 @@ class Shape:
 
 # (arch at least, width at most) -> tiles. First match counts; AMD has arch 0.
 _KEYS_HALF: Table = (
-    (90, 64, (Tile(64, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))),
-    (90, 128, (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2))),
+    (90, 64, (Tile(128, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))),
+    (90, 128, (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 2))),
     (90, 256, (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1))),
     (80, 64, (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2))),
     (80, 128, (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1))),
@@ -42,8 +42,8 @@ _KEYS_HALF: Table = (
     (0, 128, (Tile(32, 64, 4, 1), Tile(16, 64, 4, 1))),
 )
 _ROWS_HALF: Table = (
-    (90, 64, (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))),
-    (90, 128, (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))),
+    (90, 64, (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
+    (90, 128, (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
     (90, 256, (Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1))),
     (80, 64, (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
     (80, 128, (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1))),
@@ -51,8 +51,6 @@ _ROWS_HALF: Table = (
     (0, 64, (Tile(64, 32, 4, 1),)),
     (0, 128, (Tile(64, 32, 4, 1), Tile(64, 16, 4, 1))),
 )
-# One kernel that adds dq to memory by TMA.
-_ADDING_HALF: Table = ((90, 64, (Tile(64, 64, 4, 2),)),)
 _SMALL = (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 
 
@@ -64,16 +62,6 @@ def key_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
 def row_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
     """Tiles to try for the row kernel, best first; at least one."""
     return _fitting(_ROWS_HALF, device, shape, "tile_m")
-
-
-def adding_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
-    """Tiles of a key kernel that adds dq to memory; none where two kernels are faster."""
-    if INTERPRETED:
-        # so that small tests reach it; what is faster on a device says nothing there
-        found = (Tile(16, 32, 4, 1),)
-    else:
-        found = _lookup(_ADDING_HALF, device, shape)
-    return tuple(t for t in found if t.tile_m <= shape.max_m and t.tile_n <= shape.max_n)
 
 
 @functools.lru_cache(maxsize=4096)

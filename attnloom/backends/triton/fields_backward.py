@@ -59,8 +59,6 @@ class BackwardConfig(KernelConfig):
     ACC: tl.dtype
     WANT_DK: bool
     WANT_DV: bool
-    DQ_ATOMIC: bool
-    DQ_TMA: bool
     SCORE_HEAD: JITFunction | None = None
     SCORE_ROW: JITFunction | None = None
     SCORE_BODY: JITFunction | None = None
@@ -100,7 +98,6 @@ class Role:
     own_keys: bool
     want_dk: bool = True
     want_dv: bool = True
-    dq_atomic: bool = False
     sinks: emit_grad.Sinks | None = None
     peaks: bool = False
 
@@ -138,8 +135,6 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
         ACC=triton_type(operands.real),
         WANT_DK=role.want_dk,
         WANT_DV=role.want_dv,
-        DQ_ATOMIC=role.dq_atomic,
-        DQ_TMA=role.dq_atomic and operands.uses_tma,
         **_fragments(operands, role),
     )
 

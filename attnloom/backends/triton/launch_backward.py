@@ -1,7 +1,8 @@
-"""Backward launches: preprocess, then the key kernel and, unless it adds dq itself, the row kernel.
+"""Backward launches: preprocess, then the row kernel, then the key kernel.
 
-Shapes, strides and mods that were seen before find a _Ready, as in launch_forward.py. Bitwise equal
-results from run to run come from two kernels and fixed-point captured gradients (captured.py).
+Shapes, strides and mods that were seen before find a _Kernel, as in launch_forward.py. dq, dk
+and dv are bitwise equal from run to run; captured gradients are with options.deterministic
+(captured.py).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _NO_LISTS = (0.0,) * 12
 _DELTA_ROWS = 64
 _DELTA_COLUMNS = 64
 _MAX_PARTS = 16
+_LARGEST_STEP = 128  # largest tile_m of configs_backward.py
 # dk and dv of wider heads do not fit the registers together.
 _WIDEST_TOGETHER = {2: 256, 4: 128, 8: 64}
 
@@ -84,19 +86,11 @@ def backward(
         found = gradient_of(call.score.program, call.options.exact_math)
         if found.contributions:
             captured = Captured.of(call, found, deterministic)
-    adding = () if deterministic else _adding_tiles(operands)
-    if not adding:
-        peaks = captured is not None and captured.needs_peaks
-        found_peaks = _run_rows(operands, signature, stats, peaks)
-        if captured is not None and found_peaks is not None:
-            scales = captured.scales(found_peaks)
+    peaks = _run_rows(operands, signature, stats, captured is not None and captured.needs_peaks)
+    if captured is not None and peaks is not None:
+        scales = captured.scales(peaks)
     sinks = (0.0,) if captured is None else captured.arguments(scales)
-    form = None if captured is None else captured.form
-    dq = operands.dq
-    if adding:
-        dq = _run_adding_keys(operands, signature, stats, adding, form, sinks)
-    else:
-        _run_keys(operands, signature, stats, form, sinks)
+    _run_keys(operands, signature, stats, None if captured is None else captured.form, sinks)
     query, key, value = call.query, call.key, call.value
     dtensors: tuple[torch.Tensor | None, ...] = ()
     if captured is not None:
@@ -104,7 +98,7 @@ def backward(
     elif call.score is not None:
         dtensors = _zeros(call)
     dk, dv = operands.dk.to(key.dtype), operands.dv.to(value.dtype)
-    return Gradients(dq.to(query.dtype), dk, dv, dtensors)
+    return Gradients(operands.dq.to(query.dtype), dk, dv, dtensors)
 
 
 def _zeros(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
@@ -120,8 +114,8 @@ def _zeros(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
 def _row_statistics(operands: Operands) -> torch.Tensor:
     """`stats` of backward.py."""
     batch, heads, q_len, width = operands.dout.shape
-    total = batch * heads * q_len
-    stats = torch.empty(2 * total, dtype=operands.real, device=operands.query.device)
+    pitch = _pitch(q_len)
+    stats = torch.empty(2 * batch * heads, pitch, dtype=operands.real, device=operands.query.device)
     pair = (operands.out, operands.dout)
     config = DeltaConfig(
         TILE_M=_DELTA_ROWS,
@@ -133,11 +127,16 @@ def _row_statistics(operands: Operands) -> torch.Tensor:
         ACC=triton_type(operands.real),
     )
     lse = operands.lse
-    delta_kernel[(-(-q_len // _DELTA_ROWS) * batch * heads,)](
+    delta_kernel[(pitch // _DELTA_ROWS * batch * heads,)](
         *pair, lse if operands.dlse is None else operands.dlse, lse, stats,
-        pack_ints((heads, q_len, total)), pack_ints([x for t in pair for x in steps(t)]), config,
+        pack_ints((heads, q_len, pitch, batch * heads)), _strides(*pair), config,
     )  # fmt: skip
     return stats
+
+
+def _pitch(q_len: int) -> int:
+    """Q_LEN in whole tiles of every size."""
+    return -(-q_len // _LARGEST_STEP) * _LARGEST_STEP
 
 
 def _shape_class(operands: Operands) -> configs_backward.Shape:
@@ -159,17 +158,6 @@ def _shape_class(operands: Operands) -> configs_backward.Shape:
 def _covering(length: int) -> int:
     """The smallest tile side that covers a length."""
     return max(16, 1 << (length - 1).bit_length())
-
-
-def _adding_tiles(operands: Operands) -> tuple[configs.Tile, ...]:
-    """Tiles of a key kernel that adds dq to memory; none where two kernels are used."""
-    head_dim = operands.query.size(3)
-    if configs.chunks(head_dim)[0] != head_dim:
-        return ()  # the parts of dq are whole rows of memory
-    if not (operands.uses_tma or configs_backward.INTERPRETED):
-        return ()
-    device = configs.device_of(operands.query.device)
-    return configs_backward.adding_tiles(device, _shape_class(operands))
 
 
 def _run(
@@ -276,6 +264,7 @@ def _prepare_rows(
         0 if key.size(0) == 1 else 1,
         _together(device, call, key, operands.value) * group,
         overhanging_block(call),
+        _pitch(q_len),
     )
     config = backward_config(operands, tile, role)
     grid = num_tiles * batch * heads
@@ -303,25 +292,7 @@ def _run_keys(
     both = Role(own_keys=True, sinks=form)
     roles = (both,) if together else (replace(both, want_dv=False), replace(both, want_dk=False))
     for role in roles:
-        _run_key_kernel(operands, signature, stats, role, sinks, None)
-
-
-def _run_adding_keys(
-    operands: Operands,
-    signature: tuple[object, ...],
-    stats: torch.Tensor,
-    tiles: tuple[configs.Tile, ...],
-    form: Any,
-    sinks: Any,
-) -> torch.Tensor:
-    """dk, dv, captured gradients, and dq by additions to memory; returns dq."""
-    batch, heads, q_len, head_dim = operands.query.shape
-    total = torch.zeros(
-        batch * heads, q_len, head_dim, dtype=operands.real, device=operands.query.device
-    )
-    role = Role(own_keys=True, dq_atomic=True, sinks=form)
-    _run_key_kernel(operands, signature, stats, role, sinks, total, tiles)
-    return torch.mul(total.view(operands.dq.shape), operands.call.scale, out=operands.dq)
+        _run_key_kernel(operands, signature, stats, role, sinks)
 
 
 def _run_key_kernel(
@@ -330,13 +301,11 @@ def _run_key_kernel(
     stats: torch.Tensor,
     role: Role,
     sinks: Any,
-    dq: torch.Tensor | None,
-    first_tiles: tuple[configs.Tile, ...] | None = None,
 ) -> None:
     call = operands.call
 
     def prepare(tiles: tuple[configs.Tile, ...] | None) -> _Kernel:
-        return _prepare_keys(operands, role, tiles or first_tiles)
+        return _prepare_keys(operands, role, tiles)
 
     def launch(kernel: _Kernel) -> None:
         dk, dv = operands.dk, operands.dv
@@ -345,12 +314,11 @@ def _run_key_kernel(
                 t.new_empty((kernel.parts * t.size(0), *t.shape[1:]), dtype=operands.real)
                 for t in (dk, dv)
             )
-        target: object = operands.dq
-        if dq is not None:
-            target = dq
-            if value_of(kernel.config, "DQ_TMA"):
-                box = [1, kernel.tile.tile_m, dq.size(2)]
-                target = TensorDescriptor(dq, list(dq.shape), list(dq.stride()), box)
+        lines: object = stats
+        if value_of(kernel.config, "USE_TMA"):
+            lines = TensorDescriptor(
+                stats, list(stats.shape), list(stats.stride()), [1, kernel.tile.tile_m]
+            )
         lists: tuple[object, ...] = _NO_LISTS
         if call.blocks is not None:
             turned = transposed_lists(call.blocks)
@@ -361,7 +329,7 @@ def _run_key_kernel(
                 *pack_ints((blocks,)),
             )  # fmt: skip
         key_kernel[(kernel.grid,)](
-            *_sources(operands, kernel.config), target, dk, dv, stats, lists, bind(call.score),
+            *_sources(operands, kernel.config), dk, dv, lines, lists, bind(call.score),
             bind(call.mask), sinks, pack_double(call.scale), kernel.shape,
             _strides(*operands.inputs, dk, dv), kernel.config,
             num_warps=kernel.tile.num_warps, num_stages=kernel.tile.num_stages,
@@ -410,6 +378,7 @@ def _prepare_keys(
         parts,
         owners,
         kv_batch,
+        _pitch(q_len),
     )
     config = backward_config(operands, tile, role)
     return _Kernel(role, config, tile, tuple(rest), num_tiles * owners, pack_ints(shape), parts)
