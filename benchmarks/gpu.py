@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -204,31 +205,47 @@ def decode_suite(keeps: Callable[[str], bool]) -> Iterator[Row]:
 
 def _forward_rows(case: GpuCase, suite: str, phase: str) -> Iterator[Row]:
     inputs = case.inputs()
-    runs: dict[str, Callable[[], Any]] = {}
-    for name, prepare in CONTENDERS.items():
-        attention = prepare(case)
-        if attention is not None:
-            runs[name] = functools.partial(attention, *inputs)
+
+    def prepare(attention: Attention) -> Callable[[], Any]:
+        return functools.partial(attention, *inputs)
+
     with torch.no_grad():
-        _require_agreement(case, {name: run() for name, run in runs.items()})
-        yield from _rows(case, suite, phase, alternate(runs))
+        yield from _rows(case, suite, phase, prepare)
 
 
 def _backward_rows(case: GpuCase) -> Iterator[Row]:
     inputs = [x.requires_grad_() for x in case.inputs()]
     dout = torch.randn_like(inputs[0])
-    runs = {}
-    for name, prepare in CONTENDERS.items():
-        attention = prepare(case)
-        if attention is not None:
-            out = attention(*inputs)
-            runs[name] = functools.partial(
-                torch.autograd.grad, out, inputs, dout, retain_graph=True
-            )
-    _require_agreement(
-        case, {name: torch.cat([g.flatten() for g in run()]) for name, run in runs.items()}
-    )
-    yield from _rows(case, "gpu", "backward", alternate(runs))
+
+    def prepare(attention: Attention) -> Callable[[], Any]:
+        out = attention(*inputs)
+        return functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+
+    yield from _rows(case, "gpu", "backward", prepare)
+
+
+def _results(
+    case: GpuCase, prepare: Callable[[Attention], Callable[[], Any]]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, torch.Tensor]]:
+    """What to time, and the result of each; a peer that refuses the case is told and left out."""
+    runs: dict[str, Callable[[], Any]] = {}
+    results: dict[str, torch.Tensor] = {}
+    for name, make in CONTENDERS.items():
+        attention = make(case)
+        if attention is None:
+            continue
+        try:
+            runs[name] = prepare(attention)
+            result = runs[name]()
+        except RuntimeError as error:
+            if name == "attnloom":
+                raise
+            print(f"{name} cannot run {case.name}: {error}"[:200], file=sys.stderr)
+            runs.pop(name, None)
+            continue
+        parts = result if isinstance(result, tuple) else (result,)
+        results[name] = torch.cat([part.flatten() for part in parts])
+    return runs, results
 
 
 def _host_rows(keeps: Callable[[str], bool]) -> Iterator[Row]:
@@ -305,7 +322,16 @@ def _density(case: GpuCase) -> float:
     return kept / case.q_len / case.kv_len
 
 
-def _rows(case: GpuCase, suite: str, phase: str, samples: dict[str, Sample]) -> Iterator[Row]:
+def _rows(
+    case: GpuCase,
+    suite: str,
+    phase: str,
+    prepare: Callable[[Attention], Callable[[], Any]],
+) -> Iterator[Row]:
+    runs, results = _results(case, prepare)
+    _require_agreement(case, results)
+    del results
+    samples = alternate(runs)
     ours, kept = samples["attnloom"], _density(case)
     for name, sample in samples.items():
         if name == "attnloom":

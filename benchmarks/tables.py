@@ -102,9 +102,15 @@ def machine_line(head: dict[str, object]) -> str:
     return (
         f"{head['cpu']} ({head['vector']}"
         f"{', bf16 dot products' if head['bf16_dot'] else ''}), {head['threads']} threads, "
-        f"{head['system']}, Python {head['python']}, torch {head['torch']}, {head['compiler']}; "
-        f"commit {head['commit']}, {head['date']}."
+        f"{head['system']}, {_gpu(head)}Python {head['python']}, torch {head['torch']},
+        {head['compiler']}; " f"commit {head['commit']}, {head['date']}."
     )
+
+
+def _gpu(head: dict[str, object]) -> str:
+    if "gpu" not in head:
+        return ""
+    return f"{head['gpu']}, CUDA {head['cuda']}, triton {head['triton']}, "
 
 
 def _quantity(value: float, unit: str) -> str:
