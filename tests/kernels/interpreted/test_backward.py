@@ -1,0 +1,105 @@
+"""The Triton backward against the oracle: every form of captured gradient, in both modes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.harness.case import Case
+from tests.harness.draw import Sizes
+from tests.kernels.backward_modes import check_gradients, check_repeats
+
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+SIZES = Sizes(B=1, Hq=2, Hkv=1, Q_LEN=20, KV_LEN=37, D=16, Dv=16)
+# How a contribution leaves a tile (emit_grad.py): summed over the whole head, over a row, over a
+# column; by distance; by score into a shared and into its own element; twice into one tensor.
+FORMS = [
+    "head_slope",
+    "batch_head_gain",
+    "temperature",
+    "row_and_column",
+    "relative_bias",
+    "pair_bias",
+    "full_bias",
+    "captured_twice",
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mod", FORMS)
+def test_captured_gradients(mod: str, deterministic: bool) -> None:
+    check_gradients(Case(mod, SIZES), deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mod", ["rbf_bias", "low_rank_dot"])
+def test_captured_gradients_of_reductions(mod: str, deterministic: bool) -> None:
+    check_gradients(Case(mod, replace(SIZES, Q_LEN=9, KV_LEN=17)), deterministic)
+
+
+def test_captured_gradients_repeat_bitwise() -> None:
+    check_repeats(Case("captured_twice", SIZES), "cpu", times=1)
+
+
+@pytest.mark.parametrize("dtype", [FP64, BF16, FP16], ids=str)
+@pytest.mark.parametrize("mod", ["causal", "softcap"])
+def test_dtypes(mod: str, dtype: torch.dtype) -> None:
+    check_gradients(Case(mod, SIZES, dtype), False)
+
+
+def test_fixed_point_in_float64() -> None:
+    check_gradients(Case("relative_bias", SIZES, FP64), True)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(1, 3), (72, 40), (16, 320), (300, 300)])
+def test_head_dims(D: int, Dv: int) -> None:
+    check_gradients(Case("causal", replace(SIZES, Hq=1, D=D, Dv=Dv)), False)
+
+
+@pytest.mark.parametrize(("Q_LEN", "KV_LEN"), [(1, 1), (63, 1), (65, 129)])
+@pytest.mark.parametrize("mod", ["head_slope", "sliding_window"])
+def test_lengths(mod: str, Q_LEN: int, KV_LEN: int) -> None:
+    check_gradients(Case(mod, replace(SIZES, Q_LEN=Q_LEN, KV_LEN=KV_LEN)), True)
+
+
+@pytest.mark.parametrize("block_size", [(16, 64), (64, 16)], ids=str)
+def test_block_sizes(block_size: tuple[int, int]) -> None:
+    sizes = replace(SIZES, Q_LEN=70, KV_LEN=90)
+    check_gradients(Case("every_second_row", sizes, block_size=block_size), False)
+
+
+@pytest.mark.parametrize("mod", ["left_padding", "nothing", "dilated_by_head"])
+def test_masks_by_batch_and_head(mod: str) -> None:
+    check_gradients(Case(mod, replace(SIZES, B=2, Hq=4, Hkv=2)), False)
+
+
+@pytest.mark.parametrize("layout", ["strided", "column_major"])
+def test_layouts(layout: str) -> None:
+    check_gradients(Case("causal", SIZES, layout=layout), False)
+
+
+def test_head_groups() -> None:
+    check_gradients(Case("causal_head_slope", replace(SIZES, B=2, Hq=6, Hkv=2)), False)
+
+
+def test_key_batch_of_one_sums_its_gradient_over_the_batch() -> None:
+    check_gradients(Case("causal", replace(SIZES, B=3), kv_batch=1), False)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scale(scale: float) -> None:
+    check_gradients(Case("causal", SIZES, scale=scale), False)
+
+
+def test_large_scores() -> None:
+    check_gradients(Case("causal", SIZES, BF16, magnitude=30.0), False)
+
+
+def test_mixed_dtypes() -> None:
+    check_gradients(Case("causal", SIZES, FP32, kv_dtype=BF16), False)
+
+
+def test_without_gradient_of_lse() -> None:
+    check_gradients(Case("causal", SIZES, lse_gradient=False), False)
