@@ -127,9 +127,8 @@ def key_kernel(
 ):  # fmt: skip
     """shape = (Hq, Hkv, GROUP, Q_LEN, KV_LEN, B, key tiles, q_offset, kv_offset, heads of a batch,
     units of a key head, parts, Bkv * Hkv * parts, Bkv, PITCH); strides of q, k, v, dout, dk, dv;
-    lists = (offsets, entries, work, batch step, head step, key blocks) of the transposed mask; g0..g2
-    sources of dout; sinks as emit_grad.py's; dk and dv have parts * Bkv batch
-    entries."""
+    lists = (offsets, entries, work, batch step, head step, key blocks) of the transposed mask;
+    g0..g2 sources of dout; sinks as emit_grad.py's. dk and dv have parts * Bkv batch entries."""
     heads, group = whole32(shape, 0), whole32(shape, 6)
     q_len, kv_len = whole32(shape, 9), whole32(shape, 12)
     q_offset, kv_offset = whole32(shape, 21), whole32(shape, 24)
