@@ -161,3 +161,34 @@ def test_memory_beyond_the_tensors_is_bounded(
     flex_attention(query, query, query, block_mask=causal).sum().backward()
     assert len(asked) == 2
     assert sum(asked) <= 64 << 20
+
+
+@pytest.mark.parametrize("length", [5, 100], ids=["decode", "forward"])
+def test_nan_stays_in_its_row(length: int) -> None:
+    query, key = torch.randn(1, 2, length, 32), torch.randn(1, 2, 200, 32)
+    clean = flex_attention(query, key, key)
+    query[0, 1, 3, 7] = torch.nan
+    found, aux = flex_attention(
+        query, key, key, return_aux=attnloom.AuxRequest(lse=True, max_scores=True)
+    )
+    assert found[0, 1, 3].isnan().all()
+    assert aux.lse[0, 1, 3].isnan()
+    assert aux.max_scores[0, 1, 3].isnan()
+    found[0, 1, 3] = clean[0, 1, 3]
+    assert torch.equal(found, clean)
+
+
+@pytest.mark.parametrize("length", [5, 100], ids=["decode", "forward"])
+def test_the_lowest_number_as_a_mask_leaves_hidden_rows_uniform(length: int) -> None:
+    """As softmax has it; times log2(e) that number would be -inf and the row empty."""
+    lowest = torch.finfo(torch.float32).min
+    query, key = torch.randn(1, 1, length, 16), torch.randn(1, 1, 150, 16)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.where((q_idx > 2) & (kv_idx < 100), score, lowest)
+
+    found = flex_attention(query, key, key, score_mod)
+    torch.testing.assert_close(found[0, 0, :3], key[0, 0].mean(0).expand(3, -1))
+    torch.testing.assert_close(
+        found[:, :, 3:], dense(query[:, :, 3:], key, key, torch.arange(150) < 100)
+    )

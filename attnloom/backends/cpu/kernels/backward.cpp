@@ -5,9 +5,9 @@
 //   delta = rowsum(out * dO) - dlse
 //
 // Parallelisation: a task is one kv head and a share of its query rows (head_chunks x row_chunks);
-// it keeps dK and dV of that head in private memory. With one share they are the result; otherwise a
-// second region adds the shares in order. So nothing is added atomically and every sum has one order:
-// the gradients are bitwise equal from run to run. Grouped heads need nothing special.
+// it keeps dK and dV of that head in private memory. With one share they are the result; otherwise
+// a second region adds the shares in order. So nothing is added atomically and every sum has one
+// order: the gradients are bitwise equal from run to run. Grouped heads need nothing special.
 //
 // Gradients of captured tensors go to private buffers too, one set a lane. A lane runs its tasks
 // (lane, lane + num_lanes, ...) in order; the launcher adds the lanes.
@@ -23,8 +23,8 @@ INLINE bool key_in_place(const AttentionArgs& args) {
     return !BF16_PAIRS && args.key.dtype == own && args.head_dim % W == 0;
 }
 
-// Private to a worker. Of the two names of an operand, the second is the form with the query rows as
-// depth; without BF16_PAIRS both are one buffer.
+// Private to a worker. Of the two names of an operand, the second is the form with the query rows
+// as depth; without BF16_PAIRS both are one buffer.
 struct Scratch {
     real *keys, *values, *key_rows;  // packed tiles of the kv head, each made when first needed
     u8* packed;                      // [num_key_tiles]
@@ -42,7 +42,8 @@ struct Scratch {
         i64 tiles = sizes.num_key_tiles, row_units = TILE_M / UNIT_ELEMENTS;
         keys = arena.take<real>(tiles * sizes.key_units * TILE_N);
         values = arena.take<real>(tiles * sizes.value_units * TILE_N);
-        key_rows = arena.take<real>(key_in_place(args) ? 0 : tiles * TILE_N / UNIT_ELEMENTS * sizes.key_lanes);
+        key_rows = arena.take<real>(
+            key_in_place(args) ? 0 : tiles * TILE_N / UNIT_ELEMENTS * sizes.key_lanes);
         packed = arena.take<u8>(tiles);
         query = query_right = arena.take<real>(TILE_M * round_up(sizes.key_units, W));
         dout = dout_right = arena.take<real>(TILE_M * round_up(sizes.value_units, W));
@@ -66,9 +67,9 @@ struct Scratch {
 struct BackwardLayout {
     Geometry sizes;
     i64 num_chunks, num_tasks, num_lanes;
-    i64 dk_size, dv_size;    // reals of a kv head's dK and dV
+    i64 dk_size, dv_size;       // reals of a kv head's dK and dV
     real *dk_parts, *dv_parts;  // [num_tasks][...] with more than one chunk
-    char* scratch;           // [workers][worker_bytes]
+    char* scratch;              // [workers][worker_bytes]
     i64 worker_bytes, total_bytes;
 
     explicit BackwardLayout(const AttentionArgs& args) : sizes(args) {
@@ -135,10 +136,12 @@ static void enter_tile(Task& task, const RowGroup& group, RowStatistics& rows) {
         real lse = args.lse[first + i];
         vf sum = {};
         for (i64 d = 0; d < args.value_dim; d += W)
-            sum += load_lanes(out[i], out.dtype, d, out.size) * load_lanes(dout[i], dout.dtype, d, dout.size);
+            sum += load_lanes(out[i], out.dtype, d, out.size) *
+                   load_lanes(dout[i], dout.dtype, d, dout.size);
         bool empty = lse == -REAL_INF;
         rows.lse[i] = empty ? REAL_INF : lse / SCORE_NATURAL;
-        rows.delta[i] = empty ? (real)0 : vf_hsum(sum) - (args.dlse ? args.dlse[first + i] : (real)0);
+        rows.delta[i] =
+            empty ? (real)0 : vf_hsum(sum) - (args.dlse ? args.dlse[first + i] : (real)0);
     }
     __builtin_memset(scratch.dq, 0, padded * sizes.key_lanes * sizeof(real));
 }
@@ -146,7 +149,8 @@ static void enter_tile(Task& task, const RowGroup& group, RowStatistics& rows) {
 // Turns raw products into P and dS (without the scale, which dQ and dK get at the end).
 template <bool MASKED>
 NOINLINE void differentiate_rows(const Task& task, const RowGroup& group, const TileColumn& column,
-                                 HeadGrad& head_grad, i64 k0, const Range* panels, const RowStatistics& rows) {
+                                 HeadGrad& head_grad, i64 k0, const Range* panels,
+                                 const RowStatistics& rows) {
     const ModArgs& mods = task.mods;
     const real scale = score_scale(task.args);
     for (i32 i = 0; i < group.num_rows; i++) {
@@ -159,16 +163,16 @@ NOINLINE void differentiate_rows(const Task& task, const RowGroup& group, const 
             vf raw = vf_load(probs + x) * scale, score = raw;
             vm live = MASKED ? vm_from_bytes(load_as<v_i8>(mask + x)) : vm_set(true);
 #if HAS_SCORE
-            score = score_mod(mods, group.head, group.rows[i], column, group.b, group.h, group.q0 + i,
-                              k0 + x, x, raw);
+            score = score_mod(mods, group.head, group.rows[i], column, group.b, group.h,
+                              group.q0 + i, k0 + x, x, raw);
 #endif
             vf p = softmax_exp2(to_exponent(score - lse));
             if (MASKED) p = vf_select(live, p, (vf){});
             vf dscore = p * (vf_load(dscores + x) - delta);
             if (MASKED) dscore = vf_select(live, dscore, (vf){});
 #if HAS_SCORE
-            dscore = score_grad(mods, group.head, group.rows[i], column, head_grad, group.b, group.h,
-                                group.q0 + i, k0 + x, x, raw, dscore, live);
+            dscore = score_grad(mods, group.head, group.rows[i], column, head_grad, group.b,
+                                group.h, group.q0 + i, k0 + x, x, raw, dscore, live);
             if (MASKED) dscore = vf_select(live, dscore, (vf){});
 #endif
             vf_store(probs + x, p);
@@ -179,7 +183,8 @@ NOINLINE void differentiate_rows(const Task& task, const RowGroup& group, const 
 }
 
 // Zero P and dS where a panel's columns end before the tile's, and in rows that only pad.
-static void clear_dead(const Scratch& scratch, i32 num_rows, i64 num_panels, const Range* panels, Range all) {
+static void clear_dead(const Scratch& scratch, i32 num_rows, i64 num_panels, const Range* panels,
+                       Range all) {
     for (i32 i = 0; i < num_panels * MR; i++) {
         Range live = i < num_rows ? panels[i / MR] : Range{all.end, all.end};
         if (live.begin >= live.end) live = {all.end, all.end};
@@ -192,7 +197,8 @@ static void clear_dead(const Scratch& scratch, i32 num_rows, i64 num_panels, con
 }
 
 #if BF16_PAIRS
-// P and dS in bfloat16, as pairs of rows (operand with the rows as depth) and dS as pairs of columns.
+// P and dS in bfloat16, as pairs of rows (operand with the rows as depth) and dS as pairs of
+// columns.
 static void round_tile(const Scratch& scratch, i64 num_rows, Range all) {
     for (i64 i = 0; i < num_rows; i += 2)
         for (i32 x = all.begin; x < all.end; x += W) {
@@ -200,8 +206,10 @@ static void round_tile(const Scratch& scratch, i64 num_rows, Range all) {
             i64 pair = i / 2 * TILE_N + x;
             v_u16 ds_even = bf16_rounded(vf_load(ds)), ds_odd = bf16_rounded(vf_load(ds + TILE_N));
             v_u16 p_even = bf16_rounded(vf_load(p)), p_odd = bf16_rounded(vf_load(p + TILE_N));
-            store_as(scratch.probs_right + pair, CONVERT(p_even, v_u32) | CONVERT(p_odd, v_u32) << 16);
-            store_as(scratch.dscores_right + pair, CONVERT(ds_even, v_u32) | CONVERT(ds_odd, v_u32) << 16);
+            store_as(scratch.probs_right + pair, CONVERT(p_even, v_u32) | CONVERT(p_odd, v_u32)
+                                                                              << 16);
+            store_as(scratch.dscores_right + pair, CONVERT(ds_even, v_u32) | CONVERT(ds_odd, v_u32)
+                                                                                 << 16);
             store_as(scratch.dscores_pairs + i * TILE_N + x, ds_even);
             store_as(scratch.dscores_pairs + (i + 1) * TILE_N + x, ds_odd);
         }
@@ -224,24 +232,25 @@ static void transpose_ranges(i64 num_panels, const Range* panels, Range* key_pan
 // The three products that add to dV, dK and dQ.
 static void accumulate_tile(Task& task, i64 num_panels, const Range* panels, i64 k0) {
     const AttentionArgs& args = task.args;
-    const Geometry& sizes = task.sizes;
+    const i64 key_lanes = task.sizes.key_lanes, value_lanes = task.sizes.value_lanes;
     Scratch& scratch = task.scratch;
     Range key_panels[TILE_N / MR], depths[MAX_PANELS];
     transpose_ranges(num_panels, panels, key_panels);
-    multiply_depths(TILE_N / MR, key_panels, sizes.value_lanes, scratch.probs_right, 1, TILE_N,
-                    scratch.dout_right, sizes.value_lanes, scratch.dv + k0 * sizes.value_lanes, sizes.value_lanes);
-    multiply_depths(TILE_N / MR, key_panels, sizes.key_lanes, scratch.dscores_right, 1, TILE_N,
-                    scratch.query_right, sizes.key_lanes, scratch.dk + k0 * sizes.key_lanes, sizes.key_lanes);
+    multiply_depths(TILE_N / MR, key_panels, value_lanes, {scratch.probs_right, 1, TILE_N},
+                    {scratch.dout_right, value_lanes},
+                    {scratch.dv + k0 * value_lanes, value_lanes});
+    multiply_depths(TILE_N / MR, key_panels, key_lanes, {scratch.dscores_right, 1, TILE_N},
+                    {scratch.query_right, key_lanes}, {scratch.dk + k0 * key_lanes, key_lanes});
     for (i64 p = 0; p < num_panels; p++) {
         i32 end = (i32)min_i64(panels[p].end, args.kv_len - k0);
         depths[p] = {panels[p].begin / UNIT_ELEMENTS, (i32)ceil_div(end, UNIT_ELEMENTS)};
     }
-    bool in_place = key_in_place(args);
-    const real* keys = in_place ? (const real*)row_at(args.key, task.kv_b, task.kv_h, k0)
-                                : scratch.key_rows + k0 / UNIT_ELEMENTS * sizes.key_lanes;
+    Right keys = {scratch.key_rows + k0 / UNIT_ELEMENTS * key_lanes, key_lanes};
+    if (key_in_place(args))
+        keys = {(const real*)row_at(args.key, task.kv_b, task.kv_h, k0), args.key.stride_row};
     const real* dscores = BF16_PAIRS ? (const real*)scratch.dscores_pairs : scratch.dscores;
-    multiply_depths(num_panels, depths, sizes.key_lanes, dscores, TILE_N / UNIT_ELEMENTS, 1, keys,
-                    in_place ? args.key.stride_row : sizes.key_lanes, scratch.dq, sizes.key_lanes);
+    multiply_depths(num_panels, depths, key_lanes, {dscores, TILE_N / UNIT_ELEMENTS, 1}, keys,
+                    {scratch.dq, key_lanes});
 }
 
 static void differentiate_tile(Task& task, const RowGroup& group, HeadGrad& head_grad,
@@ -257,10 +266,11 @@ static void differentiate_tile(Task& task, const RowGroup& group, HeadGrad& head
         for (i64 p = 0; p < num_panels; p++) panels[p] = {tile.begin, tile.end};
     }
     pack_key_tile(task, tile.index);
-    multiply_columns(num_panels, panels, sizes.key_units, scratch.query, round_up(sizes.key_units, W),
-                     scratch.keys + tile.index * sizes.key_units * TILE_N, scratch.probs);
-    multiply_columns(num_panels, panels, sizes.value_units, scratch.dout, round_up(sizes.value_units, W),
-                     scratch.values + tile.index * sizes.value_units * TILE_N, scratch.dscores);
+    const i64 key_units = sizes.key_units, value_units = sizes.value_units;
+    multiply_columns(num_panels, panels, key_units, {scratch.query, round_up(key_units, W), 1},
+                     scratch.keys + tile.index * key_units * TILE_N, scratch.probs);
+    multiply_columns(num_panels, panels, value_units, {scratch.dout, round_up(value_units, W), 1},
+                     scratch.values + tile.index * value_units * TILE_N, scratch.dscores);
     TileColumn column;
     enter_keys(task.mods, group, k0, column);
     auto differentiate = tile.masked ? differentiate_rows<true> : differentiate_rows<false>;
@@ -286,7 +296,8 @@ static void differentiate_head(Task& task, RowGroup& group, i64 first_tile, i64 
         enter_tile(task, group, rows);
         Span steps = key_steps(args, group.b, group.h, q0);
         KeyTiles tiles(args, steps.begin, steps.end);
-        for (KeyTile tile; tiles.next(tile);) differentiate_tile(task, group, head_grad, rows, tile);
+        for (KeyTile tile; tiles.next(tile);)
+            differentiate_tile(task, group, head_grad, rows, tile);
         for (i64 i = 0; i < group.num_rows; i++)
             store_row(row_at(args.dq, group.b, group.h, q0 + i), args.dq.dtype, args.head_dim,
                       task.scratch.dq + i * task.sizes.key_lanes, (real)args.scale);
@@ -296,34 +307,44 @@ static void differentiate_head(Task& task, RowGroup& group, i64 first_tile, i64 
 #endif
 }
 
-// Writes keys k0 .. of a kv head: the sum of `count` shares that lie `size` reals apart.
-static void write_sum(const Operand& target, i64 kv_b, i64 kv_h, Span keys, i64 row_size, i64 lanes,
-                      real* shares, i64 count, i64 size, real factor) {
+// Shares of a kv head's gradient: `count` of them, `size` reals apart, rows of `lanes` reals.
+struct Shares {
+    real* first;
+    i64 count, size, lanes;
+};
+
+// target[keys] = factor * sum of the shares, added in order.
+static void write_sum(const Operand& target, i64 kv_b, i64 kv_h, Span keys, i64 row_size,
+                      const Shares& shares, real factor) {
     for (i64 k = keys.begin; k < keys.end; k++) {
-        real* row = shares + k * lanes;
-        for (i64 share = 1; share < count; share++)
-            for (i64 d = 0; d < lanes; d += W)
-                vf_store(row + d, vf_load(row + d) + vf_load(row + share * size + d));
+        real* row = shares.first + k * shares.lanes;
+        for (i64 share = 1; share < shares.count; share++)
+            for (i64 d = 0; d < shares.lanes; d += W)
+                vf_store(row + d, vf_load(row + d) + vf_load(row + share * shares.size + d));
         store_row(row_at(target, kv_b, kv_h, k), target.dtype, row_size, row, factor);
     }
 }
 
-static void write_key_gradients(const AttentionArgs& args, const BackwardLayout& layout, i64 kv_head, Span keys,
-                                real* dk, real* dv) {
-    i64 b = kv_head / args.Hkv, h = kv_head % args.Hkv;
-    write_sum(args.dk, b, h, keys, args.head_dim, layout.sizes.key_lanes, dk, layout.num_chunks, layout.dk_size,
-              (real)args.scale);
-    write_sum(args.dv, b, h, keys, args.value_dim, layout.sizes.value_lanes, dv, layout.num_chunks,
-              layout.dv_size, 1);
+static void write_key_gradients(const AttentionArgs& args, const BackwardLayout& layout,
+                                i64 kv_head, Span keys, real* dk, real* dv) {
+    i64 b = kv_head / args.Hkv, h = kv_head % args.Hkv, count = layout.num_chunks;
+    write_sum(args.dk, b, h, keys, args.head_dim,
+              {dk, count, layout.dk_size, layout.sizes.key_lanes}, (real)args.scale);
+    write_sum(args.dv, b, h, keys, args.value_dim,
+              {dv, count, layout.dv_size, layout.sizes.value_lanes}, 1);
 }
 
-static void run_task(const AttentionArgs& args, const BackwardLayout& layout, i64 worker, i64 lane, i64 number) {
+static void run_task(const AttentionArgs& args, const BackwardLayout& layout, i64 worker, i64 lane,
+                     i64 number) {
     i64 kv_head = number / layout.num_chunks, chunk = number % layout.num_chunks;
     i64 head_chunk = chunk / args.row_chunks, row_chunk = chunk % args.row_chunks;
     real* const* grads = args.grads ? args.grads + lane * args.num_tensors : nullptr;
-    Task task = {args, layout.sizes, mod_args(args, grads),
+    Task task = {args,
+                 layout.sizes,
+                 mod_args(args, grads),
                  Scratch(layout.scratch + worker * layout.worker_bytes, args, layout.sizes),
-                 kv_head / args.Hkv, kv_head % args.Hkv};
+                 kv_head / args.Hkv,
+                 kv_head % args.Hkv};
     bool split = layout.num_chunks > 1;
     if (split) {
         task.scratch.dk = layout.dk_parts + number * layout.dk_size;
@@ -338,10 +359,14 @@ static void run_task(const AttentionArgs& args, const BackwardLayout& layout, i6
         enter_head(task.mods, head.b, head.h, group);
         differentiate_head(task, group, row_chunk, args.row_chunks);
     }
-    if (!split) write_key_gradients(args, layout, kv_head, {0, args.kv_len}, task.scratch.dk, task.scratch.dv);
+    if (!split)
+        write_key_gradients(args, layout, kv_head, {0, args.kv_len}, task.scratch.dk,
+                            task.scratch.dv);
 }
 
-extern "C" i64 attnloom_workspace(const AttentionArgs* args) { return BackwardLayout(*args).total_bytes; }
+extern "C" i64 attnloom_workspace(const AttentionArgs* args) {
+    return BackwardLayout(*args).total_bytes;
+}
 
 // Returns 1 if the launcher has to run the build with WIDE_INTS instead.
 extern "C" i64 attnloom_run(const AttentionArgs* given) {
@@ -354,9 +379,11 @@ extern "C" i64 attnloom_run(const AttentionArgs* given) {
     if (layout.num_chunks > 1) {
         i64 tiles = layout.sizes.num_key_tiles;
         run_tasks(args, args.Bkv * args.Hkv * tiles, [&](i64, i64 number) {
-            i64 kv_head = number / tiles, k0 = number % tiles * TILE_N, first = kv_head * layout.num_chunks;
+            i64 kv_head = number / tiles, k0 = number % tiles * TILE_N,
+                first = kv_head * layout.num_chunks;
             write_key_gradients(args, layout, kv_head, {k0, min_i64(k0 + TILE_N, args.kv_len)},
-                                layout.dk_parts + first * layout.dk_size, layout.dv_parts + first * layout.dv_size);
+                                layout.dk_parts + first * layout.dk_size,
+                                layout.dv_parts + first * layout.dv_size);
         });
     }
     return overflow;

@@ -1,10 +1,11 @@
 // Decode: attention of a few query rows over many keys, the keys split over threads.
 //
-//   unit    `fold` query heads of one kv head, with all their q_len rows: R = fold * q_len <= TILE_M
-//   part    one of num_splits shares of the unit's live tiles (flash-decoding, Dao et al. 2023)
+//   unit    `fold` query heads of one kv head, with all their q_len rows: R = fold * q_len <=
+//   TILE_M part    one of num_splits shares of the unit's live tiles (flash-decoding, Dao et al.
+//   2023)
 //
-// Rows of grouped heads share every key they load (few_rows.h). A first region computes the parts, a
-// second one combines them in order.
+// Rows of grouped heads share every key they load (few_rows.h). A first region computes the parts,
+// a second one combines them in order.
 #define MR 4
 #include "few_rows.h"
 #include "gemm.h"
@@ -73,8 +74,8 @@ struct Unit {
 };
 
 // Live columns of a masked tile, the same for all panels; false if there are none.
-static bool mask_tile(const AttentionArgs& args, const ModArgs& mods, const Unit& unit, const KeyTile& tile,
-                      i32 num_rows, i8* mask, Range& columns) {
+static bool mask_tile(const AttentionArgs& args, const ModArgs& mods, const Unit& unit,
+                      const KeyTile& tile, i32 num_rows, i8* mask, Range& columns) {
     Range panels[MAX_PANELS];
     for (i64 g = 0; g < args.fold; g++)
         fill_mask(args, mods, unit.heads[g], tile, mask + g * args.q_len * TILE_N);
@@ -104,7 +105,8 @@ static void score_tile(const AttentionArgs& args, const DecodeLayout& layout, co
 
 // acc += P V for the columns of a tile.
 static void value_tile(const AttentionArgs& args, const DecodeLayout& layout, const Rows& values,
-                       Range columns, const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
+                       Range columns, const DecodeLayout::Scratch& scratch,
+                       const SoftmaxState& state) {
     i64 lanes = layout.sizes.value_lanes;
     bool whole_units = !BF16_PAIRS || values.count % 2 == 0;
     bool in_place = values.dtype == OWN_DTYPE && args.value_dim % W == 0 && whole_units;
@@ -132,12 +134,14 @@ static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, c
     for (i64 g = 0; g < args.fold; g++) {
         TileColumn column;
         enter_keys(mods, unit.heads[g], k0, column);
-        softmax(mods, unit.heads[g], column, k0, panels, score_scale(args), state.from_row(g * args.q_len));
+        softmax(mods, unit.heads[g], column, k0, panels, score_scale(args),
+                state.from_row(g * args.q_len));
     }
     value_tile(args, layout, values, columns, scratch, state);
 }
 
-static void attend_part(const AttentionArgs& args, const DecodeLayout& layout, i64 worker, i64 task) {
+static void attend_part(const AttentionArgs& args, const DecodeLayout& layout, i64 worker,
+                        i64 task) {
     const Geometry& sizes = layout.sizes;
     i64 split = task % args.num_splits, padded = round_up(layout.num_rows, MR);
     ModArgs mods = mod_args(args, nullptr);
@@ -145,12 +149,13 @@ static void attend_part(const AttentionArgs& args, const DecodeLayout& layout, i
     DecodeLayout::Scratch scratch(layout.scratch + worker * layout.worker_bytes, sizes);
     i64 row_units = round_up(sizes.key_units, W);
     for (i64 g = 0; g < args.fold; g++)
-        pack_units(Rows(args.query, unit.b, unit.first_head + g, 0, args.q_len, args.head_dim), args.q_len,
-                   row_units, scratch.query + g * args.q_len * row_units);
+        pack_units(Rows(args.query, unit.b, unit.first_head + g, 0, args.q_len, args.head_dim),
+                   args.q_len, row_units, scratch.query + g * args.q_len * row_units);
     __builtin_memset(scratch.query + layout.num_rows * row_units, 0,
                      (padded - layout.num_rows) * row_units * sizeof(real));
     real m[TILE_M], l[TILE_M];
-    SoftmaxState state = {scratch.scores, scratch.pairs, scratch.mask, scratch.acc, m, l, sizes.value_lanes};
+    SoftmaxState state = {scratch.scores,   scratch.pairs, scratch.mask, scratch.acc, m, l,
+                          sizes.value_lanes};
     state.reset(padded);
 
     Span steps = key_steps(args, unit.b, unit.first_head, 0);
@@ -159,14 +164,17 @@ static void attend_part(const AttentionArgs& args, const DecodeLayout& layout, i
                    steps.begin + count * (split + 1) / args.num_splits);
     for (KeyTile tile; tiles.next(tile);) {
         Range columns = {tile.begin, tile.end};
-        if (tile.masked && !mask_tile(args, mods, unit, tile, (i32)layout.num_rows, state.mask, columns)) continue;
+        if (tile.masked &&
+            !mask_tile(args, mods, unit, tile, (i32)layout.num_rows, state.mask, columns))
+            continue;
         attend_tile(args, layout, mods, unit, tile, columns, scratch, state);
     }
     for (i64 r = 0; r < layout.num_rows; r++) {
         real* part = layout.parts + task * layout.part_size + r * layout.row_size();
         part[0] = m[r];
         part[1] = l[r];
-        __builtin_memcpy(part + W, state.acc + r * sizes.value_lanes, sizes.value_lanes * sizeof(real));
+        __builtin_memcpy(part + W, state.acc + r * sizes.value_lanes,
+                         sizes.value_lanes * sizeof(real));
     }
 }
 
@@ -187,20 +195,24 @@ static void combine_row(const AttentionArgs& args, const DecodeLayout& layout, i
             vf_store(parts + W + d, split ? vf_load(parts + W + d) + scaled : scaled);
         }
     }
-    store_row(row_at(args.out, b, h, q), args.out.dtype, args.value_dim, parts + W, l == 0 ? (real)0 : 1 / l);
+    store_row(row_at(args.out, b, h, q), args.out.dtype, args.value_dim, parts + W,
+              l == 0 ? (real)0 : 1 / l);
     i64 row = (b * args.Hq + h) * args.q_len + q;
     args.lse[row] = row_lse(m, l);
     if (args.max_scores) args.max_scores[row] = row_max(m, l);
 }
 
-extern "C" i64 attnloom_workspace(const AttentionArgs* args) { return DecodeLayout(*args).total_bytes; }
+extern "C" i64 attnloom_workspace(const AttentionArgs* args) {
+    return DecodeLayout(*args).total_bytes;
+}
 
 // Returns 1 if the launcher has to run the build with WIDE_INTS instead.
 extern "C" i64 attnloom_run(const AttentionArgs* given) {
     const AttentionArgs& args = *given;
     DecodeLayout layout(args);
-    int overflow = run_tasks(args, layout.num_units * args.num_splits,
-                             [&](i64 worker, i64 task) { attend_part(args, layout, worker, task); });
+    int overflow = run_tasks(args, layout.num_units * args.num_splits, [&](i64 worker, i64 task) {
+        attend_part(args, layout, worker, task);
+    });
     run_tasks(args, layout.num_units, [&](i64, i64 unit) {
         for (i64 r = 0; r < layout.num_rows; r++) combine_row(args, layout, unit, r);
     });

@@ -1,9 +1,10 @@
 // Products of four query rows with keys and values as they lie in memory, for decode.
 //
 // Every key and value is read once, so these products wait for memory, and what counts is to read
-// it in order. Keys are not transposed (32 shuffles a key of 128 elements): four rows meet four keys
-// in dot products, whose 16 accumulators are summed across lanes together, four shuffles a key.
-// Values are added to an accumulator that stays in the first-level cache, four units at a time.
+// it in order. Keys are not transposed (32 shuffles a key of 128 elements): four rows meet four
+// keys in dot products, whose 16 accumulators are summed across lanes together, eight shuffles a
+// key. Values are added to an accumulator that stays in the first-level cache, four units at a
+// time.
 #ifndef ATTNLOOM_FEW_ROWS_H
 #define ATTNLOOM_FEW_ROWS_H
 
@@ -17,7 +18,8 @@
 // Keys, or units of values, taken at a time: as many as registers hold for four rows.
 #if W >= 16
 #define STEP 4
-#define FOR_EACH_STEP(X, ...) X(0, __VA_ARGS__) X(1, __VA_ARGS__) X(2, __VA_ARGS__) X(3, __VA_ARGS__)
+#define FOR_EACH_STEP(X, ...) \
+    X(0, __VA_ARGS__) X(1, __VA_ARGS__) X(2, __VA_ARGS__) X(3, __VA_ARGS__)
 #elif W >= 8
 #define STEP 2
 #define FOR_EACH_STEP(X, ...) X(0, __VA_ARGS__) X(1, __VA_ARGS__)
@@ -47,15 +49,17 @@ INLINE void sum_across(vf* v, real* sums) {
 #endif
 }
 
-// scores[r][key] = query[r] . keys[key] for four rows and the keys of a range, which begins and ends
-// at whole vectors. query [4][row_units]; keys: `count` rows of row_units units, row_bytes apart.
+// scores[r][key] = query[r] . keys[key] for four rows and the keys of a range, which begins and
+// ends at whole vectors. query [4][row_units]; keys: `count` rows of row_units units, row_bytes
+// apart.
 NOINLINE void dot_keys(const real* query, i64 row_units, const char* keys, i64 row_bytes, i64 count,
                        Range range, real* scores) {
     for (i64 k = range.begin; k < range.end; k += STEP) {
         // A row that does not exist is replaced by the last; its score is masked.
-#define KEY_ROW(s, _) const real* key##s = (const real*)(keys + min_i64(k + s, count - 1) * row_bytes);
+#define KEY_ROW(s, _) \
+    const real* key##s = (const real*)(keys + min_i64(k + s, count - 1) * row_bytes);
 #define ZERO_DOT(s, r) vf dot##r##_##s = {};
-#define LOAD_KEY(s, _)            \
+#define LOAD_KEY(s, _)             \
     vf x##s = vf_load(key##s + d); \
     __builtin_prefetch((const char*)(key##s + d) + AHEAD * row_bytes);
 #define ADD_DOT(s, r) MULTIPLY_ADD(dot##r##_##s, y##r, x##s);
@@ -102,20 +106,21 @@ template <bool PACKED> INLINE vf load_unit(const ValueUnits& values, i64 unit, i
     return vf_load((const real*)(values.data + unit * values.row_bytes) + d);
 }
 
-// acc[r][lane] += probs[r][unit] * values[unit][lane] for four rows. probs: units, of probs_row a row.
+// acc[r][lane] += probs[r][unit] * values[unit][lane] for four rows. probs: units, of probs_row a
+// row.
 template <bool PACKED>
-NOINLINE void add_values(const real* probs, i64 probs_row, const ValueUnits& values, Range units, i64 lanes,
-                         real* acc) {
+NOINLINE void add_values(const real* probs, i64 probs_row, const ValueUnits& values, Range units,
+                         i64 lanes, real* acc) {
     i64 unit = units.begin;
     for (; unit + STEP <= units.end; unit += STEP) {
 #define LOAD_WEIGHT(s, r) vf p##r##_##s = vf_set(probs[r * probs_row + unit + s]);
-#define LOAD_VALUE(s, _)                                \
+#define LOAD_VALUE(s, _)                              \
     vf x##s = load_unit<PACKED>(values, unit + s, d); \
     if (!PACKED) prefetch_unit(values, unit + s, d);
 #define ADD_VALUE(s, r) MULTIPLY_ADD(sum##r, p##r##_##s, x##s);
-#define ADD_ROW(r)                                \
-    vf sum##r = vf_load(acc + r * lanes + d);     \
-    FOR_EACH_STEP(ADD_VALUE, r)                   \
+#define ADD_ROW(r)                            \
+    vf sum##r = vf_load(acc + r * lanes + d); \
+    FOR_EACH_STEP(ADD_VALUE, r)               \
     vf_store(acc + r * lanes + d, sum##r);
         FOR_EACH_ROW_STEP(LOAD_WEIGHT)
         for (i64 d = 0; d < lanes; d += W) {

@@ -39,7 +39,8 @@ struct ForwardLayout {
         key_tile = sizes.key_units * TILE_N;
         value_tile = value_in_place(args) ? 0 : sizes.value_lanes * TILE_N / UNIT_ELEMENTS;
         query_row = round_up(sizes.key_units, W);
-        i64 head_bytes = max_i64(1, sizes.num_key_tiles * (key_tile + value_tile) * (i64)sizeof(real));
+        i64 head_bytes =
+            max_i64(1, sizes.num_key_tiles * (key_tile + value_tile) * (i64)sizeof(real));
         i64 fitting = max_i64(num_workers(args), WAVE_BYTES / head_bytes);
         wave_heads = min_i64(num_kv_heads, fitting);
         worker_bytes = Scratch(nullptr, *this).used;
@@ -82,7 +83,8 @@ struct RowTask {
 };
 
 // Marks the key tiles that some row of the wave reads, and sorts its tasks by falling work.
-static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i64 first_head, i64 num_heads) {
+static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i64 first_head,
+                      i64 num_heads) {
     const Geometry& sizes = layout.sizes;
     i64 num_tasks = num_heads * layout.tasks_per_head;
     if (!args.row_offsets) {
@@ -113,26 +115,30 @@ static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i6
             previous = steps;
             marked_head = head;
             KeyTiles tiles(args, steps.begin, steps.end);
-            for (KeyTile tile; tiles.next(tile);) layout.live[head * sizes.num_key_tiles + tile.index] = 1;
+            for (KeyTile tile; tiles.next(tile);)
+                layout.live[head * sizes.num_key_tiles + tile.index] = 1;
         }
         if (pass == 0)
             for (i64 i = 0; i < num_buckets; i++) starts[i + 1] += starts[i];
     }
 }
 
-static void pack_tile(const AttentionArgs& args, const ForwardLayout& layout, i64 first_head, i64 task) {
+static void pack_tile(const AttentionArgs& args, const ForwardLayout& layout, i64 first_head,
+                      i64 task) {
     const Geometry& sizes = layout.sizes;
     if (!layout.live[task]) return;
     i64 kv_head = first_head + task / sizes.num_key_tiles, tile = task % sizes.num_key_tiles;
     i64 b = kv_head / args.Hkv, h = kv_head % args.Hkv, k0 = tile * TILE_N;
     i64 count = min_i64(TILE_N, args.kv_len - k0);
-    pack_transposed(Rows(args.key, b, h, k0, count, args.head_dim), layout.keys + task * layout.key_tile);
+    pack_transposed(Rows(args.key, b, h, k0, count, args.head_dim),
+                    layout.keys + task * layout.key_tile);
     if (layout.value_tile)
         pack_right(Rows(args.value, b, h, k0, count, args.value_dim), TILE_N, sizes.value_lanes,
                    layout.values + task * layout.value_tile);
 }
 
-static void write_rows(const AttentionArgs& args, const RowGroup& group, const SoftmaxState& state) {
+static void write_rows(const AttentionArgs& args, const RowGroup& group,
+                       const SoftmaxState& state) {
     i64 row = (group.b * args.Hq + group.h) * args.q_len + group.q0;
     for (i32 i = 0; i < group.num_rows; i++) {
         real m = state.m[i], l = state.l[i];
@@ -144,7 +150,8 @@ static void write_rows(const AttentionArgs& args, const RowGroup& group, const S
 }
 
 // One row tile of one query head against all its live key tiles.
-static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 worker, i64 first_head, i64 task) {
+static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 worker,
+                   i64 first_head, i64 task) {
     const Geometry& sizes = layout.sizes;
     i64 head = task / layout.tasks_per_head, kv_head = first_head + head;
     RowTask place(args, sizes, kv_head, task % layout.tasks_per_head);
@@ -152,13 +159,15 @@ static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 w
     ModArgs mods = mod_args(args, nullptr);
     RowGroup group;
     enter_head(mods, place.head.b, place.head.h, group);
-    i64 num_rows = min_i64(sizes.tile_m, args.q_len - place.q0), num_panels = ceil_div(num_rows, MR);
+    i64 num_rows = min_i64(sizes.tile_m, args.q_len - place.q0),
+        num_panels = ceil_div(num_rows, MR);
     enter_rows(args, mods, place.q0, num_rows, group);
-    pack_units(Rows(args.query, place.head.b, place.head.h, place.q0, num_rows, args.head_dim), num_panels * MR,
-               layout.query_row, scratch.query);
+    pack_units(Rows(args.query, place.head.b, place.head.h, place.q0, num_rows, args.head_dim),
+               num_panels * MR, layout.query_row, scratch.query);
 
     real m[TILE_M], l[TILE_M];
-    SoftmaxState state = {scratch.scores, scratch.pairs, scratch.mask, scratch.acc, m, l, sizes.value_lanes};
+    SoftmaxState state = {scratch.scores,   scratch.pairs, scratch.mask, scratch.acc, m, l,
+                          sizes.value_lanes};
     state.reset(num_panels * MR);
     Range columns[MAX_PANELS];
     TileColumn column;
@@ -172,21 +181,23 @@ static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 w
         } else {
             for (i64 p = 0; p < num_panels; p++) columns[p] = {tile.begin, tile.end};
         }
-        multiply_columns(num_panels, columns, sizes.key_units, scratch.query, layout.query_row,
+        multiply_columns(num_panels, columns, sizes.key_units, {scratch.query, layout.query_row, 1},
                          layout.keys + packed * layout.key_tile, state.scores);
         enter_keys(mods, group, k0, column);
         auto softmax = tile.masked ? softmax_rows<true> : softmax_rows<false>;
         softmax(mods, group, column, k0, columns, score_scale(args), state);
-        bool in_place = layout.value_tile == 0;
-        const real* values = in_place ? (const real*)row_at(args.value, kv_head / args.Hkv, kv_head % args.Hkv, k0)
-                                      : layout.values + packed * layout.value_tile;
-        accumulate_values(num_panels, columns, args.kv_len - k0, values,
-                          in_place ? args.value.stride_row : sizes.value_lanes, state);
+        Right values = {layout.values + packed * layout.value_tile, sizes.value_lanes};
+        if (layout.value_tile == 0)
+            values = {(const real*)row_at(args.value, kv_head / args.Hkv, kv_head % args.Hkv, k0),
+                      args.value.stride_row};
+        accumulate_values(num_panels, columns, args.kv_len - k0, values, state);
     }
     write_rows(args, group, state);
 }
 
-extern "C" i64 attnloom_workspace(const AttentionArgs* args) { return ForwardLayout(*args).total_bytes; }
+extern "C" i64 attnloom_workspace(const AttentionArgs* args) {
+    return ForwardLayout(*args).total_bytes;
+}
 
 // Returns 1 if the launcher has to run the build with WIDE_INTS instead.
 extern "C" i64 attnloom_run(const AttentionArgs* given) {

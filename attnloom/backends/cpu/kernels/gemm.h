@@ -42,27 +42,47 @@ struct Range {
 #define LOAD_PAIR(i) c##i##_0 = vf_load(c + i * c_row), c##i##_1 = vf_load(c + i * c_row + W);
 #define ZERO_PAIR(i) c##i##_0 = (vf){}, c##i##_1 = (vf){};
 #define STORE_PAIR(i) vf_store(c + i * c_row, c##i##_0), vf_store(c + i * c_row + W, c##i##_1);
-#define UPDATE_PAIR(i)                    \
-    {                                     \
-        vf x = vf_set(a[i * a_row]);      \
-        MULTIPLY_ADD(c##i##_0, x, b0);    \
-        MULTIPLY_ADD(c##i##_1, x, b1);    \
+#define UPDATE_PAIR(i)                 \
+    {                                  \
+        vf x = vf_set(a[i * a_row]);   \
+        MULTIPLY_ADD(c##i##_0, x, b0); \
+        MULTIPLY_ADD(c##i##_1, x, b1); \
     }
 
 #define DECLARE_ONE(i) vf c##i;
 #define LOAD_ONE(i) c##i = vf_load(c + i * c_row);
-#define ZERO_ONE(i) c##i = (vf){};
 #define STORE_ONE(i) vf_store(c + i * c_row, c##i);
-#define UPDATE_ONE(i)                     \
-    {                                     \
-        vf x = vf_set(a[i * a_row]);      \
-        MULTIPLY_ADD(c##i, x, b0);        \
+#define UPDATE_ONE(i)                \
+    {                                \
+        vf x = vf_set(a[i * a_row]); \
+        MULTIPLY_ADD(c##i, x, b0);   \
     }
 
-// A: element (i, k) at a[i * a_row + k * a_step]. B and C: rows of b_row and c_row reals.
+// Operands. Element (i, k) of a left one is at data[i * row + k * step].
+struct Left {
+    const real* data;
+    i64 row, step;
+
+    Left at(i64 i, i64 k) const { return {data + i * row + k * step, row, step}; }
+};
+struct Right {
+    const real* data;
+    i64 row;
+
+    Right at(i64 k, i64 n) const { return {data + k * row + n, row}; }
+};
+struct Result {
+    real* data;
+    i64 row;
+
+    Result at(i64 i, i64 n) const { return {data + i * row + n, row}; }
+};
+
 template <bool ACCUMULATE>
-INLINE void multiply_pair(i64 depth, const real* a, i64 a_row, i64 a_step, const real* b, i64 b_row,
-                          real* c, i64 c_row) {
+INLINE void multiply_pair(i64 depth, const Left& left, const Right& right, const Result& result) {
+    const real *a = left.data, *b = right.data;
+    real* c = result.data;
+    const i64 a_row = left.row, a_step = left.step, b_row = right.row, c_row = result.row;
     FOR_EACH_ROW(DECLARE_PAIR)
     if (ACCUMULATE) {
         FOR_EACH_ROW(LOAD_PAIR)
@@ -76,15 +96,12 @@ INLINE void multiply_pair(i64 depth, const real* a, i64 a_row, i64 a_step, const
     FOR_EACH_ROW(STORE_PAIR)
 }
 
-template <bool ACCUMULATE>
-INLINE void multiply_one(i64 depth, const real* a, i64 a_row, i64 a_step, const real* b, i64 b_row,
-                         real* c, i64 c_row) {
+INLINE void multiply_one(i64 depth, const Left& left, const Right& right, const Result& result) {
+    const real *a = left.data, *b = right.data;
+    real* c = result.data;
+    const i64 a_row = left.row, a_step = left.step, b_row = right.row, c_row = result.row;
     FOR_EACH_ROW(DECLARE_ONE)
-    if (ACCUMULATE) {
-        FOR_EACH_ROW(LOAD_ONE)
-    } else {
-        FOR_EACH_ROW(ZERO_ONE)
-    }
+    FOR_EACH_ROW(LOAD_ONE)
     for (i64 k = 0; k < depth; k++, a += a_step, b += b_row) {
         vf b0 = vf_load(b);
         FOR_EACH_ROW(UPDATE_ONE)
@@ -92,35 +109,31 @@ INLINE void multiply_one(i64 depth, const real* a, i64 a_row, i64 a_step, const 
     FOR_EACH_ROW(STORE_ONE)
 }
 
-// scores[panel, columns of the panel's range] = a * b. The strip is the outer loop: it stays in the
-// first-level cache while the panels pass over it.
-NOINLINE void multiply_columns(i64 num_panels, const Range* columns, i64 depth, const real* a, i64 a_row,
-                               const real* b, real* scores) {
+// scores [.., TILE_N] = left * right, for each panel in its range of columns. The strip is the
+// outer loop: it stays in the first-level cache while the panels pass over it.
+NOINLINE void multiply_columns(i64 num_panels, const Range* columns, i64 depth, const Left& left,
+                               const real* right, real* scores) {
     for (i64 n = 0; n < TILE_N; n += STRIP)
         for (i64 p = 0; p < num_panels; p++)
             if (n < columns[p].end && n + STRIP > columns[p].begin)
-                multiply_pair<false>(depth, a + p * MR * a_row, a_row, 1, b + n, TILE_N,
-                                     scores + p * MR * TILE_N + n, TILE_N);
+                multiply_pair<false>(depth, left.at(p * MR, 0), {right + n, TILE_N},
+                                     {scores + p * MR * TILE_N + n, TILE_N});
 }
 
-// c[panel, 0:width] += a[panel, depth range of the panel] * b. Element (i, k) of a is at
-// a[i * a_row + k * a_step]; width is a multiple of W.
-NOINLINE void multiply_depths(i64 num_panels, const Range* depths, i64 width, const real* a, i64 a_row,
-                              i64 a_step, const real* b, i64 b_row, real* c, i64 c_row) {
-    i64 n = 0;
-    for (; n + STRIP <= width; n += STRIP)
+// result[panel, 0:width] += left[panel, depths of the panel] * right. width: a multiple of W.
+NOINLINE void multiply_depths(i64 num_panels, const Range* depths, i64 width, const Left& left,
+                              const Right& right, const Result& result) {
+    for (i64 n = 0; n < width; n += STRIP)
         for (i64 p = 0; p < num_panels; p++) {
             i64 begin = depths[p].begin, depth = depths[p].end - begin;
-            if (depth > 0)
-                multiply_pair<true>(depth, a + p * MR * a_row + begin * a_step, a_row, a_step,
-                                    b + begin * b_row + n, b_row, c + p * MR * c_row + n, c_row);
-        }
-    if (n < width)
-        for (i64 p = 0; p < num_panels; p++) {
-            i64 begin = depths[p].begin, depth = depths[p].end - begin;
-            if (depth > 0)
-                multiply_one<true>(depth, a + p * MR * a_row + begin * a_step, a_row, a_step,
-                                   b + begin * b_row + n, b_row, c + p * MR * c_row + n, c_row);
+            if (depth <= 0) continue;
+            Left a = left.at(p * MR, begin);
+            Right b = right.at(begin, n);
+            Result c = result.at(p * MR, n);
+            if (n + STRIP <= width)
+                multiply_pair<true>(depth, a, b, c);
+            else
+                multiply_one(depth, a, b, c);
         }
 }
 

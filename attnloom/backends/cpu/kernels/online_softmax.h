@@ -1,5 +1,6 @@
-// Online softmax over one tile of scores (Milakov and Gimelshein 2018, arXiv:1805.02867; tiled as in
-// FlashAttention, Dao et al. 2022, arXiv:2205.14135). Shared by the forward and the decode kernel.
+// Online softmax over one tile of scores (Milakov and Gimelshein 2018, arXiv:1805.02867; tiled as
+// in FlashAttention, Dao et al. 2022, arXiv:2205.14135). Shared by the forward and the decode
+// kernel.
 //
 //   m[i]   largest score of row i so far, starting from the lowest finite number, so that
 //          score - m is never -inf + inf: hidden scores are -inf and get probability 0
@@ -22,8 +23,13 @@ struct SoftmaxState {
 
     // The same state from row `first` on.
     SoftmaxState from_row(i64 first) const {
-        return {scores + first * TILE_N, pairs + first * TILE_N, mask + first * TILE_N,
-                acc + first * value_lanes, m + first, l + first, value_lanes};
+        return {scores + first * TILE_N,
+                pairs + first * TILE_N,
+                mask + first * TILE_N,
+                acc + first * value_lanes,
+                m + first,
+                l + first,
+                value_lanes};
     }
     void reset(i64 num_rows) const {
         for (i64 i = 0; i < num_rows; i++) m[i] = REAL_LOWEST, l[i] = 0;
@@ -34,10 +40,13 @@ struct SoftmaxState {
 // Reals between rows of probabilities().
 static const i64 PROBABILITY_ROW = TILE_N / UNIT_ELEMENTS;
 
-// Scores of one row in score units, written back; the largest of them and `top`, lane by lane.
+// Scores of row i in score units, written back; returns the largest of them and m[i].
 template <bool MASKED>
-INLINE vf score_row(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i32 i, i64 k0,
-                    Range columns, real scale, const i8* mask, real* scores, vf top) {
+INLINE real score_row(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i32 i,
+                      i64 k0, Range columns, real scale, const SoftmaxState& state) {
+    real* scores = state.scores + i * TILE_N;
+    const i8* mask = state.mask + i * TILE_N;
+    vf top = vf_set(state.m[i]);
     for (i32 x = columns.begin; x < columns.end; x += W) {
         vf score = vf_load(scores + x) * scale;
 #if HAS_SCORE
@@ -51,12 +60,14 @@ INLINE vf score_row(const ModArgs& mods, const RowGroup& group, const TileColumn
         vf_store(scores + x, score);
         top = vf_max(score, top);
     }
-    (void)mods, (void)group, (void)column, (void)i, (void)k0, (void)mask;
-    return top;
+    (void)mods, (void)group, (void)column, (void)k0, (void)mask;
+    return vf_hmax(top);
 }
 
-// exp(score - m) of one row, for the next product; returns the sum.
-INLINE real exponentiate_row(const real* scores, Range columns, real m, real* probs, u16* pairs) {
+// exp(score - m) of row i, for the next product; returns the sum.
+INLINE real exponentiate_row(i32 i, Range columns, real m, const SoftmaxState& state) {
+    real* scores = state.scores + i * TILE_N;
+    u16* pairs = state.pairs + i * TILE_N;
     vf sum = {};
     for (i32 x = columns.begin; x < columns.end; x += W) {
         vf p = softmax_exp2(to_exponent(vf_load(scores + x) - m));
@@ -64,10 +75,10 @@ INLINE real exponentiate_row(const real* scores, Range columns, real m, real* pr
 #if BF16_PAIRS
         store_as(pairs + x, bf16_rounded(p));
 #else
-        vf_store(probs + x, p);
+        vf_store(scores + x, p);
 #endif
     }
-    (void)probs, (void)pairs;
+    (void)pairs;
     return vf_hsum(sum);
 }
 
@@ -83,41 +94,35 @@ INLINE void advance_row(const SoftmaxState& state, i32 i, real m, real sum) {
     state.l[i] += sum;
 }
 
-// Applies scale, score_mod and mask to raw products and turns them into probabilities. Passes over a
-// panel at a time let the processor overlap the rows' reductions, which are chains of latencies.
+// Applies scale, score_mod and mask to raw products and turns them into probabilities. Passes over
+// a panel at a time let the processor overlap the rows' reductions, which are chains of latencies.
 template <bool MASKED>
-NOINLINE void softmax_rows(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i64 k0,
-                           const Range* panels, real scale, const SoftmaxState& state) {
+NOINLINE void softmax_rows(const ModArgs& mods, const RowGroup& group, const TileColumn& column,
+                           i64 k0, const Range* panels, real scale, const SoftmaxState& state) {
     real tops[MR], sums[MR];
     for (i32 first = 0, p = 0; first < group.num_rows; first += MR, p++) {
         Range columns = panels[p];
         if (columns.begin >= columns.end) continue;
         i32 count = group.num_rows - first < MR ? group.num_rows - first : MR;
-        for (i32 r = 0; r < count; r++) {
-            i64 at = (i64)(first + r) * TILE_N;
-            vf top = score_row<MASKED>(mods, group, column, first + r, k0, columns, scale, state.mask + at,
-                                       state.scores + at, vf_set(state.m[first + r]));
-            tops[r] = vf_hmax(top);
-        }
-        for (i32 r = 0; r < count; r++) {
-            i64 at = (i64)(first + r) * TILE_N;
-            sums[r] = exponentiate_row(state.scores + at, columns, tops[r], state.scores + at, state.pairs + at);
-        }
+        for (i32 r = 0; r < count; r++)
+            tops[r] = score_row<MASKED>(mods, group, column, first + r, k0, columns, scale, state);
+        for (i32 r = 0; r < count; r++)
+            sums[r] = exponentiate_row(first + r, columns, tops[r], state);
         for (i32 r = 0; r < count; r++) advance_row(state, first + r, tops[r], sums[r]);
     }
 }
 
-// acc += probabilities * values. values: packed rows (or pairs of rows) of `value_row` reals, from
-// the tile's first key on; num_keys of them exist.
-INLINE void accumulate_values(i64 num_panels, const Range* panels, i64 num_keys, const real* values,
-                              i64 value_row, const SoftmaxState& state) {
+// acc += probabilities * values, units of values from the tile's first key on; num_keys keys exist.
+INLINE void accumulate_values(i64 num_panels, const Range* panels, i64 num_keys,
+                              const Right& values, const SoftmaxState& state) {
     Range depths[MAX_PANELS];
     for (i64 p = 0; p < num_panels; p++) {
         i32 end = (i32)min_i64(panels[p].end, num_keys);
         depths[p] = {panels[p].begin / UNIT_ELEMENTS, (i32)ceil_div(end, UNIT_ELEMENTS)};
     }
-    multiply_depths(num_panels, depths, state.value_lanes, state.probabilities(), PROBABILITY_ROW, 1,
-                    values, value_row, state.acc, state.value_lanes);
+    multiply_depths(num_panels, depths, state.value_lanes,
+                    {state.probabilities(), PROBABILITY_ROW, 1}, values,
+                    {state.acc, state.value_lanes});
 }
 
 // Natural logarithm of the sum of exponentials; -inf for a row without live scores.

@@ -14,7 +14,8 @@
 // W elements from `offset` of a row of `size` elements, converted; zero beyond its end.
 INLINE vf load_lanes(const char* row, i64 dtype, i64 offset, i64 size) {
     if (offset + W <= size) {
-        if (dtype == DTYPE_BF16) return CONVERT(f32_from_bf16(load_as<v_u16>(row + offset * 2)), vf);
+        if (dtype == DTYPE_BF16)
+            return CONVERT(f32_from_bf16(load_as<v_u16>(row + offset * 2)), vf);
         if (dtype == DTYPE_F16) return CONVERT(f32_from_f16(load_as<v_u16>(row + offset * 2)), vf);
         if (dtype == DTYPE_F32) return CONVERT(load_as<v_f32>(row + offset * 4), vf);
         return CONVERT(load_as<v_f64>(row + offset * 8), vf);
@@ -87,8 +88,11 @@ struct Rows {
     i64 count;        // rows that exist
 
     Rows(const Operand& t, i64 b, i64 h, i64 first, i64 num_rows, i64 num_elements)
-        : data(row_at(t, b, h, first)), bytes_between(t.stride_row * element_bytes(t.dtype)),
-          dtype(t.dtype), size(num_elements), count(num_rows) {}
+        : data(row_at(t, b, h, first)),
+          bytes_between(t.stride_row * element_bytes(t.dtype)),
+          dtype(t.dtype),
+          size(num_elements),
+          count(num_rows) {}
     const char* operator[](i64 row) const { return data + row * bytes_between; }
 };
 
@@ -105,7 +109,8 @@ NOINLINE void pack_units(const Rows& rows, i64 num_rows, i64 row_units, real* pa
 INLINE v_u32 load_wide_bf16(const char* row, i64 offset, i64 size) {
     if (offset + W <= size) return CONVERT(load_as<v_u16>(row + offset * 2), v_u32);
     v_u32 lanes = {};
-    for (i64 i = 0; i < W && offset + i < size; i++) lanes[i] = load_as<u16>(row + (offset + i) * 2);
+    for (i64 i = 0; i < W && offset + i < size; i++)
+        lanes[i] = load_as<u16>(row + (offset + i) * 2);
     return lanes;
 }
 
@@ -128,10 +133,13 @@ NOINLINE void pack_right(const Rows& rows, i64 num_rows, i64 row_lanes, real* pa
 }
 #endif
 
-// One step of a transposition: lanes of the first half of the rows interleave with those of the second.
+// One step of a transposition: lanes of the first half of the rows interleave with those of the
+// second.
 #if W == 16
-#define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define INTERLEAVE_HIGH(a, b) VF_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define INTERLEAVE_LOW(a, b) \
+    VF_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define INTERLEAVE_HIGH(a, b) \
+    VF_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #define LOG2_W 4
 #elif W == 8
 #define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)

@@ -34,7 +34,8 @@ INLINE i64 num_workers(const AttentionArgs& args) {
 }
 
 // Returns 1 if a task met a captured integer that needs wider lanes.
-template <class Body> static int run_tasks(const AttentionArgs& args, i64 num_tasks, const Body& body) {
+template <class Body> static int run_tasks(const AttentionArgs& args, i64 num_tasks,
+                                           const Body& body) {
     TaskQueue<Body> queue = {body, num_tasks, 0, 0};
     i64 workers = min_i64(num_workers(args), num_tasks);
     if (workers > 1)

@@ -203,22 +203,22 @@ INLINE bool vim_any(vim m) { return bytes_any(CONVERT(m, v_i8)); }
 
 // ---- horizontal reductions, by halving ----
 
-#define DEFINE_HORIZONTAL(name, COMBINE)                                        \
-    template <int BYTES> struct name##_of {                                     \
-        typedef real half __attribute__((vector_size(BYTES / 2)));              \
+#define DEFINE_HORIZONTAL(name, COMBINE)                                                \
+    template <int BYTES> struct name##_of {                                             \
+        typedef real half __attribute__((vector_size(BYTES / 2)));                      \
         template <class V> static inline __attribute__((always_inline)) real run(V v) { \
-            half parts[2];                                                      \
-            __builtin_memcpy(parts, &v, BYTES);                                 \
-            half a = parts[0], b = parts[1];                                    \
-            return name##_of<BYTES / 2>::run((half)(COMBINE));                  \
-        }                                                                       \
-    };                                                                          \
-    template <> struct name##_of<(int)sizeof(real) * 2> {                       \
+            half parts[2];                                                              \
+            __builtin_memcpy(parts, &v, BYTES);                                         \
+            half a = parts[0], b = parts[1];                                            \
+            return name##_of<BYTES / 2>::run((half)(COMBINE));                          \
+        }                                                                               \
+    };                                                                                  \
+    template <> struct name##_of<(int)sizeof(real) * 2> {                               \
         template <class V> static inline __attribute__((always_inline)) real run(V v) { \
-            real a = v[0], b = v[1];                                            \
-            return COMBINE;                                                     \
-        }                                                                       \
-    };                                                                          \
+            real a = v[0], b = v[1];                                                    \
+            return COMBINE;                                                             \
+        }                                                                               \
+    };                                                                                  \
     INLINE real name(vf v) { return name##_of<VECTOR_BYTES>::run(v); }
 DEFINE_HORIZONTAL(vf_hsum, a + b)
 DEFINE_HORIZONTAL(vf_hmax, a > b ? a : b)
@@ -257,17 +257,18 @@ INLINE v_u32 bf16_bits(v_f32 x) {
 INLINE v_u16 bf16_from_f32(v_f32 x) { return CONVERT(bf16_bits(x), v_u16); }
 INLINE u16 bf16_from_f32(float x) {
     u32 bits = bits_from_float(x);
-    return x == x ? (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : (u16)((bits >> 16) | 0x40u);
+    return x == x ? (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)
+                  : (u16)((bits >> 16) | 0x40u);
 }
 
 // float16 to float without denormal arithmetic, which a process may have switched off: a subnormal
 // half is m * 2^-24, and float(2^-14 * (1 + m / 2^10)) - 2^-14 has exactly that value.
-#define F32_FROM_F16(FLOAT, UINT, x)                                                  \
-    UINT magnitude = (x & 0x7fffu) << 13;                                             \
-    UINT sign = (x & 0x8000u) << 16;                                                  \
-    FLOAT normal = (FLOAT)(magnitude + (112u << 23));                                 \
+#define F32_FROM_F16(FLOAT, UINT, x)                                                   \
+    UINT magnitude = (x & 0x7fffu) << 13;                                              \
+    UINT sign = (x & 0x8000u) << 16;                                                   \
+    FLOAT normal = (FLOAT)(magnitude + (112u << 23));                                  \
     FLOAT subnormal = (FLOAT)(magnitude + (113u << 23)) - float_from_bits(113u << 23); \
-    UINT finite = (UINT)(magnitude < (1u << 23) ? (UINT)subnormal : (UINT)normal);    \
+    UINT finite = (UINT)(magnitude < (1u << 23) ? (UINT)subnormal : (UINT)normal);     \
     UINT bits = magnitude >= (31u << 23) ? magnitude | 0x7f800000u : finite;
 INLINE v_f32 f32_from_f16(v_u16 half) {
     v_u32 x = CONVERT(half, v_u32);

@@ -34,11 +34,13 @@ INLINE real natural_log(real x) {
 // probabilities are rounded to 4e-3 anyway); Taylor to 4e-18 (double).
 INLINE vf exp2_fraction(vf r) {
 #if REAL_IS_DOUBLE
-    static const real coefficients[] = {
-        1.3691488853904124e-12, 2.5678435993488196e-11, 4.4455382718708110e-10, 7.0549116208011210e-09,
-        1.0178086009239696e-07, 1.3215486790144305e-06, 1.5252733804059838e-05, 1.5403530393381606e-04,
-        1.3333558146428441e-03, 9.6181291076284770e-03, 5.5504108664821576e-02, 2.4022650695910070e-01,
-        6.9314718055994530e-01, 1.0};
+    static const real coefficients[] = {1.3691488853904124e-12, 2.5678435993488196e-11,
+                                        4.4455382718708110e-10, 7.0549116208011210e-09,
+                                        1.0178086009239696e-07, 1.3215486790144305e-06,
+                                        1.5252733804059838e-05, 1.5403530393381606e-04,
+                                        1.3333558146428441e-03, 9.6181291076284770e-03,
+                                        5.5504108664821576e-02, 2.4022650695910070e-01,
+                                        6.9314718055994530e-01, 1.0};
 #elif BF16_PAIRS
     static const real coefficients[] = {1.3264727e-3f, 9.6715130e-3f, 5.5507336e-2f,
                                         2.4022242e-1f, 6.9314700e-1f, 1.0f};
@@ -63,7 +65,9 @@ INLINE vf softmax_exp2(vf x) {
 #endif
     vf clamped = vf_max(vf_set(-2000), x), n, power;
     asm("vrndscale" LANE_SUFFIX " $0, %1, %0" : "=v"(n) : "v"(clamped));
-    asm("vscalef" LANE_SUFFIX " %2, %1, %0" : "=v"(power) : "v"(exp2_fraction(clamped - n)), "v"(n));
+    asm("vscalef" LANE_SUFFIX " %2, %1, %0"
+        : "=v"(power)
+        : "v"(exp2_fraction(clamped - n)), "v"(n));
 #undef LANE_SUFFIX
     return power;
 #else

@@ -1,9 +1,9 @@
 // Which key tiles a tile of query rows visits, and what of them is live.
 //
 // The lists of a BlockMask are read at the kernel's own granularity: a block wider than TILE_N is
-// visited in parts, neighbouring narrow blocks share a tile. A partial tile's mask is evaluated once,
-// before any product, into one byte a score; from it follow the columns that each panel of MR rows
-// needs, so that GEMM and softmax skip what is hidden.
+// visited in parts, neighbouring narrow blocks share a tile. A partial tile's mask is evaluated
+// once, before any product, into one byte a score; from it follow the columns that each panel of MR
+// rows needs, so that GEMM and softmax skip what is hidden.
 #ifndef ATTNLOOM_TILES_H
 #define ATTNLOOM_TILES_H
 
@@ -11,10 +11,11 @@
 #include "gemm.h"
 
 struct KeyTile {
-    i64 index;       // keys index * TILE_N ...
-    i32 begin, end;  // live columns lie in begin .. end; end may cut the last vector (`masked` then)
-    bool masked;     // some column in begin .. round_up(end, W) is hidden from some row
-    i64 first, last; // the list entries that lie in this tile
+    i64 index;  // keys index * TILE_N ...
+    i32 begin,
+        end;      // live columns lie in begin .. end; end may cut the last vector (`masked` then)
+    bool masked;  // some column in begin .. round_up(end, W) is hidden from some row
+    i64 first, last;  // the list entries that lie in this tile
 };
 
 // Walks steps begin .. end of a row of lists. A step is an entry, or a TILE_N-wide part of one.
