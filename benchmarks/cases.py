@@ -9,7 +9,7 @@ import torch
 
 Mod = Callable[..., torch.Tensor]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SOFT_CAP = 30.0
 WINDOW_LEFT = 256
 NUM_DOCUMENTS = 8

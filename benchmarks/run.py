@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", nargs="*", choices=sorted(CONTENDERS), default=DEFAULT_PEERS)
     parser.add_argument("--ours", choices=sorted(CONTENDERS), default="attnloom")
     parser.add_argument("--cases", nargs="*", default=[], help="substrings of case names")
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["fp32", "bf16"])
     parser.add_argument("--all-sizes", action="store_true", help="both head sizes at every length")
     parser.add_argument("--budget", type=float, default=4.0, help="seconds for each comparison")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")

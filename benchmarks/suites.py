@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import fresh, gpu
+from benchmarks import accuracy, fresh, gpu
 from benchmarks.cases import Case, decode_cases, prefill_cases
 from benchmarks.contenders import CONTENDERS, Attention, density
 from benchmarks.rows import Row
@@ -82,6 +82,9 @@ SUITES: dict[str, Callable[[Selection], Iterator[Row]]] = {
     "cpu": cpu_suite,
     "mask": mask_suite,
     "compile": compile_suite,
+    "errors": lambda selection: accuracy.errors_suite(
+        selection.ours, selection.peers, selection.dtypes, selection.keeps
+    ),
     "gpu": lambda selection: gpu.gpu_suite(selection.keeps),
     "decode": lambda selection: gpu.decode_suite(selection.keeps),
 }

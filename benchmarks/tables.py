@@ -56,7 +56,7 @@ def mean_table(rows: Sequence[Row]) -> str:
     """Geometric mean, worst and best ratio of every (phase, dtype, peer) that was timed."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if row.ratio is not None and row.suite in ("cpu", "gpu", "decode"):
+        if row.ratio is not None and row.suite in ("cpu", "gpu", "decode", "errors"):
             groups.setdefault((row.phase, row.dtype or "", row.peer or ""), []).append(row)
     lines = []
     for (phase, dtype, peer), members in groups.items():
@@ -102,8 +102,8 @@ def machine_line(head: dict[str, object]) -> str:
     return (
         f"{head['cpu']} ({head['vector']}"
         f"{', bf16 dot products' if head['bf16_dot'] else ''}), {head['threads']} threads, "
-        f"{head['system']}, {_gpu(head)}Python {head['python']}, torch {head['torch']},
-        {head['compiler']}; " f"commit {head['commit']}, {head['date']}."
+        f"{head['system']}, {_gpu(head)}Python {head['python']}, "
+        f"torch {head['torch']}, {head['compiler']}; commit {head['commit']}, {head['date']}."
     )
 
 

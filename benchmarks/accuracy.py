@@ -1,0 +1,102 @@
+"""How far each contender is from the float64 oracle, on the same inputs.
+
+The figure is the root mean square of the error over that of the oracle, in parts per million:
+||x - oracle|| / ||oracle|| * 1e6. float32's unit roundoff is 0.06, bfloat16's 3,900 of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from attnloom.backends.reference import reference_attention
+from benchmarks.cases import DTYPES, PREFILL_VARIANTS, VARIANTS, Case
+from benchmarks.contenders import CONTENDERS, density
+from benchmarks.rows import Row
+
+NAMES = ("out", "dq", "dk", "dv")
+Tensors = dict[str, torch.Tensor]
+
+
+def error_cases(dtypes: tuple[str, ...]) -> list[Case]:
+    """Every prefill variant at 384 tokens; inputs of unit variance."""
+    return [
+        Case(variant, 1, 4, 4, 384, 384, 64, dtype)
+        for dtype in dtypes
+        for variant in PREFILL_VARIANTS
+    ]
+
+
+def errors_suite(
+    ours: str, peers: tuple[str, ...], dtypes: tuple[str, ...], keeps: Callable[[str], bool]
+) -> Iterator[Row]:
+    """One row for each case, tensor and peer; times ten says that inputs were scaled by ten."""
+    for case in error_cases(dtypes):
+        if not keeps(case.name):
+            continue
+        for factor, suffix in ((1.0, ""), (10.0, " x10")):
+            inputs = [x * factor for x in case.inputs()]
+            generator = torch.Generator().manual_seed(1)
+            dout = torch.randn(inputs[0].shape, generator=generator).to(DTYPES[case.dtype])
+            expected = _oracle(case, inputs, dout)
+            errors = {
+                name: _errors(_run(name, case, inputs, dout), expected) for name in (ours, *peers)
+            }
+            for row in _rows(case, errors, ours, peers):
+                yield replace(row, case=row.case + suffix)
+
+
+def _oracle(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
+    variant = VARIANTS[case.variant]
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out = reference_attention(
+        *leaves,
+        variant.score(case.num_heads) if variant.score else None,
+        variant.mask(case.kv_len) if variant.mask else None,
+    ).out
+    return _with_gradients(out, leaves, dout.double())
+
+
+def _run(name: str, case: Case, inputs: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
+    """out and, where it can differentiate, gradients; empty if it cannot run the case."""
+    contender = CONTENDERS[name]
+    attention = contender.prepare(case)
+    if attention is None:
+        return {}
+    leaves = [x.clone().requires_grad_(contender.has_backward) for x in inputs]
+    out = attention(*leaves)
+    return _with_gradients(out, leaves, dout) if contender.has_backward else {"out": out}
+
+
+def _with_gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
+    gradients = torch.autograd.grad(out, leaves, dout)
+    return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
+
+
+def _errors(results: Tensors, expected: Tensors) -> dict[str, float]:
+    return {
+        name: float((x.double() - expected[name]).norm() / expected[name].norm()) * 1e6
+        for name, x in results.items()
+    }
+
+
+def _rows(
+    case: Case, errors: Mapping[str, dict[str, float]], ours: str, peers: tuple[str, ...]
+) -> Iterator[Row]:
+    for name in NAMES:
+        for peer in peers:
+            if name in errors[peer]:
+                yield Row(
+                    suite="errors",
+                    case=case.name,
+                    phase=f"error of {name}",
+                    unit="ppm",
+                    ours=errors[ours][name],
+                    dtype=case.dtype,
+                    shape=case.shape,
+                    density=density(case),
+                    peer=peer,
+                    theirs=errors[peer][name],
+                )
