@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from attnloom.backends.registry import AttentionCall
-from attnloom.backends.triton.emit_grad import Sinks, positions_of
+from attnloom.backends.triton.emit_grad import Sinks, gradient_of, positions_of
 from attnloom.ir.passes.gradient import Contribution, Gradient
 from attnloom.plan.problem import compute_type
 
@@ -37,10 +37,15 @@ class Captured:
     buffers: dict[int, torch.Tensor]
 
     @staticmethod
-    def of(call: AttentionCall, found: Gradient, deterministic: bool) -> Captured:
-        assert call.score is not None
+    def of(call: AttentionCall) -> Captured | None:
+        """Buffers of zeros; None if no captured tensor has a gradient."""
+        if call.score is None:
+            return None
+        found = gradient_of(call.score.program, call.options.exact_math)
+        if not found.contributions:
+            return None
         items, tensors = found.contributions, call.score.tensors
-        form = sinks_form(call, found, deterministic)
+        form = sinks_form(call, found)
         real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype).torch
         buffers: dict[int, torch.Tensor] = {}
         for item, stored in zip(items, form.stores, strict=True):
@@ -58,6 +63,10 @@ class Captured:
     @property
     def needs_peaks(self) -> bool:
         return bool(self.form.limbs) and not all(self.form.stores)
+
+    def clear(self) -> None:
+        for buffer in self.buffers.values():
+            buffer.zero_()
 
     def arguments(self, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """`sinks` of the key kernel's fragments."""
@@ -114,7 +123,7 @@ class Captured:
         return total / scale
 
 
-def sinks_form(call: AttentionCall, found: Gradient, deterministic: bool) -> Sinks:
+def sinks_form(call: AttentionCall, found: Gradient) -> Sinks:
     """How each contribution leaves, for the sizes of this call."""
     assert call.score is not None
     slots = [item.slot for item in found.contributions]
@@ -125,8 +134,8 @@ def sinks_form(call: AttentionCall, found: Gradient, deterministic: bool) -> Sin
         for item in found.contributions
     )
     real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype).torch
-    limbs = 0 if not deterministic else (2 if real == torch.float64 else 1)
-    return Sinks(stores, limbs)
+    limbs = 2 if real == torch.float64 else 1
+    return Sinks(stores, limbs if call.options.deterministic else 0)
 
 
 def _is_own(call: AttentionCall, names: tuple[str | None, ...], tensor: torch.Tensor) -> bool:

@@ -82,6 +82,13 @@ class Operands:
     def results_aligned(self) -> bool:
         return all(is_aligned(t) for t in (self.dq, self.dk, self.dv))
 
+    @property
+    def rows_aligned(self) -> bool:
+        """Whether lse and dlse start where nearly all tensors do."""
+        dlse = self.lse if self.dlse is None else self.dlse
+        return (self.lse.data_ptr() | dlse.data_ptr()) % 16 == 0
+
+    @functools.cached_property
     def signature(self) -> tuple[object, ...]:
         """All that launches depend on but for addresses, numbers and block lists."""
         call = self.call

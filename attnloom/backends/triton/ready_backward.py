@@ -1,0 +1,182 @@
+"""Launches of the backward's kernels but for addresses, and the choice of their tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from triton.runtime.errors import OutOfResources
+
+from attnloom.backends.triton import configs, configs_backward
+from attnloom.backends.triton.backward_keys import key_kernel
+from attnloom.backends.triton.backward_rows import row_kernel
+from attnloom.backends.triton.fields import operand_type, overhanging_block
+from attnloom.backends.triton.fields_backward import Role, backward_config, is_heavy
+from attnloom.backends.triton.launcher import Launcher
+from attnloom.backends.triton.operands import Operands
+from attnloom.backends.triton.packed import pack_ints
+
+_LARGEST_STEP = 128  # of the tables of configs_backward.py
+_MAX_PARTS = 16
+_MAX_HEADS_TOGETHER = 64
+# dk and dv of wider heads do not fit the registers together; by bytes an element.
+_WIDEST_TOGETHER = {2: 256, 4: 128, 8: 64}
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A launch but for its addresses. parts: see backward_keys.py."""
+
+    launch: Launcher
+    tile: configs.Tile
+    shape: tuple[float, ...]
+    parts: int = 1
+
+
+_READY_LIMIT = 4096
+_ready: dict[tuple[object, ...], Ready] = {}
+
+
+def run(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> None:
+    """Launch a kernel; tiles are chosen at the first launch of a signature.
+
+    Args:
+        launch: starts a kernel, any number of times with the same outcome.
+    """
+    key = (operands.signature, role)
+    ready = _ready.get(key)
+    if ready is not None:
+        launch(ready)
+        return
+    if len(_ready) >= _READY_LIMIT:
+        _ready.clear()
+    _ready[key] = _choose(operands, role, launch)
+
+
+def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> Ready:
+    """As launch_forward's: the first tiles that fit and keep all values in registers."""
+    device = configs.device_of(operands.query.device)
+    table = configs_backward.key_tiles if role.own_keys else configs_backward.row_tiles
+    prepare = _prepare_keys if role.own_keys else _prepare_rows
+    best: Ready | None = None
+    refused: OutOfResources | None = None
+    num_tried = 0
+    for tile in table(device, shape_class(operands)):
+        ready = prepare(operands, role, tile)
+        try:
+            launch(ready)
+        except OutOfResources as error:
+            refused = error
+            continue
+        num_tried += 1
+        if best is None or ready.launch.spills < best.launch.spills:
+            best = ready
+        if best.launch.spills <= configs.FEW_SPILLS or num_tried == configs.MAX_TRIES:
+            break
+    if best is None:
+        raise refused or AssertionError("no tiles")
+    return best
+
+
+def shape_class(operands: Operands) -> configs_backward.Shape:
+    call, blocks = operands.call, operands.call.blocks
+    query, key, value = operands.query, operands.key, operands.value
+    limit_m, limit_n = _covering(query.size(2)), _covering(key.size(2))
+    if blocks is not None:
+        limit_m, limit_n = min(limit_m, blocks.q_block), min(limit_n, blocks.kv_block)
+    score = None if call.score is None else call.score.program
+    return configs_backward.Shape(
+        width=max(sum(configs.chunks(query.size(3))), sum(configs.chunks(value.size(3)))),
+        itemsize=operand_type(query.dtype, key.dtype, value.dtype).itemsize,
+        max_m=limit_m,
+        max_n=limit_n,
+        heavy=is_heavy(score, call.options.exact_math),
+    )
+
+
+def both_fit(operands: Operands) -> bool:
+    """Whether one kernel can hold dk and dv; two passes otherwise."""
+    shape = shape_class(operands)
+    return shape.width <= _WIDEST_TOGETHER[shape.itemsize]
+
+
+def pitch_of(q_len: int) -> int:
+    """Q_LEN in whole tiles of every size."""
+    return -(-q_len // _LARGEST_STEP) * _LARGEST_STEP
+
+
+def _covering(length: int) -> int:
+    """The smallest tile side that covers a length."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def _offsets(operands: Operands) -> tuple[int, int]:
+    blocks = operands.call.blocks
+    return (0, 0) if blocks is None else (blocks.q_offset, blocks.kv_offset)
+
+
+def _prepare_rows(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
+    query, key = operands.query, operands.key
+    batch, heads, q_len, _ = query.shape
+    num_tiles = -(-q_len // tile.tile_m)
+    group = heads // key.size(1)
+    shape = (
+        heads,
+        group,
+        batch,
+        num_tiles,
+        q_len,
+        key.size(2),
+        *_offsets(operands),
+        0 if key.size(0) == 1 else 1,
+        _together(operands, key.size(2)) * group,
+        overhanging_block(operands.call),
+        pitch_of(q_len),
+    )
+    config = backward_config(operands, tile, role)
+    launch = Launcher(row_kernel, config, num_tiles * batch * heads, tile.options)
+    return Ready(launch, tile, pack_ints(shape))
+
+
+def _prepare_keys(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
+    query, key = operands.query, operands.key
+    batch, heads, q_len, _ = query.shape
+    kv_batch, heads_kv, kv_len, _ = key.shape
+    group = heads // heads_kv
+    units = group * batch // kv_batch
+    num_tiles = -(-kv_len // tile.tile_n)
+    programs = num_tiles * kv_batch * heads_kv
+    processors = configs.device_of(query.device).num_processors
+    parts = min(units, _MAX_PARTS, max(1, processors // programs))
+    owners = kv_batch * heads_kv * parts
+    shape = (
+        heads,
+        heads_kv,
+        group,
+        q_len,
+        kv_len,
+        batch,
+        num_tiles,
+        *_offsets(operands),
+        max(1, _together(operands, q_len) // group) * parts,
+        units,
+        parts,
+        owners,
+        kv_batch,
+        pitch_of(q_len),
+    )
+    config = backward_config(operands, tile, role)
+    launch = Launcher(key_kernel, config, num_tiles * owners, tile.options)
+    return Ready(launch, tile, pack_ints(shape), parts)
+
+
+def _together(operands: Operands, length: int) -> int:
+    """Heads whose streamed tensors share half of the L2 cache; more with a mask, so that the
+    longest of many programs start first."""
+    query, value = operands.query, operands.value
+    row_bytes = (query.size(3) + value.size(3)) * query.element_size()
+    l2_bytes = configs.device_of(query.device).l2_bytes
+    together = max(1, l2_bytes // 2 // (length * row_bytes))
+    if operands.call.blocks is not None:
+        together *= 4
+    return min(_MAX_HEADS_TOGETHER, together)
