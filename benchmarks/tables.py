@@ -102,8 +102,8 @@ def machine_line(head: dict[str, object]) -> str:
     return (
         f"{head['cpu']} ({head['vector']}"
         f"{', bf16 dot products' if head['bf16_dot'] else ''}), {head['threads']} threads, "
-        f"{head['system']}, {_gpu(head)}Python {head['python']}, "
-        f"torch {head['torch']}, {head['compiler']}; commit {head['commit']}, {head['date']}."
+        f"{head['system']}, {_gpu(head)}Python {head['python']}, torch {head['torch']}, "
+        f"{head['compiler']}; commit {head['commit']}, {head['date']}."
     )
 
 
