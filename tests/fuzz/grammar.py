@@ -240,7 +240,7 @@ RESULTS = (
     "score + torch.tanh({0})",
     "3 * torch.sin({0})",
     "torch.where({1}, score + torch.tanh({0}), -float('inf'))",
-    "score.masked_fill(~{1}, float('-inf')) + torch.cos({0})",
+    "score.masked_fill(~{1}, float('-inf')) + torch.tanh({0})",
 )
 WILD: tuple[Template, ...] = (
     ("(torch.log({0}) > -0.371)", "F"),
