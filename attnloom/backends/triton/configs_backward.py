@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.configs import Device, Tile
 
+# Registers a thread that a kernel may spill before smaller tiles are tried: up to here the larger
+# tile was the faster one (H200, D=128: documents 11, ALiBi 13; soft-capping, 38, ran 10% faster in
+# the next).
+FEW_SPILLS = 36
 Table = tuple[tuple[int, int, tuple[Tile, ...]], ...]
 
 
@@ -20,20 +24,19 @@ class Shape:
     """What a choice depends on.
 
     width: D and Dv as covered by chunks, the larger. itemsize: of the operands in bytes.
-    max_m, max_n: a tile must not be larger. heavy: the score_mod keeps many values alive.
+    max_m, max_n: a tile must not be larger.
     """
 
     width: int
     itemsize: int
     max_m: int
     max_n: int
-    heavy: bool
 
 
 # (arch at least, width at most) -> tiles. First match counts; AMD has arch 0.
 _KEYS_HALF: Table = (
-    (90, 64, (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2))),
-    (90, 128, (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(32, 64, 4, 2))),
+    (90, 64, (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 2))),
+    (90, 128, (Tile(64, 128, 8, 3), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2))),
     (90, 256, (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1))),
     (80, 64, (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2))),
     (80, 128, (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1))),
@@ -42,8 +45,8 @@ _KEYS_HALF: Table = (
     (0, 128, (Tile(32, 64, 4, 1), Tile(16, 64, 4, 1))),
 )
 _ROWS_HALF: Table = (
-    (90, 64, (Tile(64, 128, 4, 3), Tile(64, 32, 4, 2))),
-    (90, 128, (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2))),
+    (90, 64, (Tile(64, 128, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
+    (90, 128, (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
     (90, 256, (Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1))),
     (80, 64, (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
     (80, 128, (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1))),
@@ -67,8 +70,6 @@ def row_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
 @functools.lru_cache(maxsize=4096)
 def _fitting(table: Table, device: Device, shape: Shape, owned: str) -> tuple[Tile, ...]:
     found = _lookup(table, device, shape)
-    if shape.heavy:
-        found = tuple(t for t in found if t.tile_m * t.tile_n <= 4096)
     fitted = [_clamped(t, shape) for t in (*found, *_SMALL)]
     kept = [
         t for t in dict.fromkeys(fitted) if _shared_bytes(t, shape, owned) <= device.shared_bytes

@@ -24,8 +24,6 @@ from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import Program
 
 _GRAD_PARTS = ("head", "row", "begin", "body", "flush")
-# Values that live at once in the body of a score and its derivative beyond which tiles are halved.
-_HEAVY_NODES = 40
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,10 +166,3 @@ def _gradient_fragment(
         prefix, text = "plain", emit_grad.emit_plain(gradient, target, exact, role.own_keys)
     module = load_module(text)
     return {f"GRAD_{part.upper()}": getattr(module, f"{prefix}_{part}") for part in _GRAD_PARTS}
-
-
-def is_heavy(score: Program | None, exact: bool) -> bool:
-    """Whether a score_mod and its derivative keep so many values alive that tiles must be small."""
-    if score is None:
-        return False
-    return len(emit_grad.gradient_of(score, exact).program.nodes) > _HEAVY_NODES

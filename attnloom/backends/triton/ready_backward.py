@@ -11,7 +11,7 @@ from attnloom.backends.triton import configs, configs_backward
 from attnloom.backends.triton.backward_keys import key_kernel
 from attnloom.backends.triton.backward_rows import row_kernel
 from attnloom.backends.triton.fields import operand_type, overhanging_block
-from attnloom.backends.triton.fields_backward import Role, backward_config, is_heavy
+from attnloom.backends.triton.fields_backward import Role, backward_config
 from attnloom.backends.triton.launcher import Launcher
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_ints
@@ -54,7 +54,7 @@ def run(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> None
 
 
 def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> Ready:
-    """As launch_forward's: the first tiles that fit and keep all values in registers."""
+    """As launch_forward's: the first tiles that fit and keep nearly all values in registers."""
     device = configs.device_of(operands.query.device)
     table = configs_backward.key_tiles if role.own_keys else configs_backward.row_tiles
     prepare = _prepare_keys if role.own_keys else _prepare_rows
@@ -71,7 +71,7 @@ def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> 
         num_tried += 1
         if best is None or ready.launch.spills < best.launch.spills:
             best = ready
-        if best.launch.spills <= configs.FEW_SPILLS or num_tried == configs.MAX_TRIES:
+        if best.launch.spills <= configs_backward.FEW_SPILLS or num_tried == configs.MAX_TRIES:
             break
     if best is None:
         raise refused or AssertionError("no tiles")
@@ -79,18 +79,16 @@ def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> 
 
 
 def shape_class(operands: Operands) -> configs_backward.Shape:
-    call, blocks = operands.call, operands.call.blocks
+    blocks = operands.call.blocks
     query, key, value = operands.query, operands.key, operands.value
     limit_m, limit_n = _covering(query.size(2)), _covering(key.size(2))
     if blocks is not None:
         limit_m, limit_n = min(limit_m, blocks.q_block), min(limit_n, blocks.kv_block)
-    score = None if call.score is None else call.score.program
     return configs_backward.Shape(
         width=max(sum(configs.chunks(query.size(3))), sum(configs.chunks(value.size(3)))),
         itemsize=operand_type(query.dtype, key.dtype, value.dtype).itemsize,
         max_m=limit_m,
         max_n=limit_n,
-        heavy=is_heavy(score, call.options.exact_math),
     )
 
 
