@@ -139,7 +139,7 @@ static void enter_tile(Task& task, const RowGroup& group, RowStatistics& rows) {
             sum += load_lanes(out[i], out.dtype, d, out.size) *
                    load_lanes(dout[i], dout.dtype, d, dout.size);
         bool empty = lse == -REAL_INF;
-        rows.lse[i] = empty ? REAL_INF : lse / SCORE_NATURAL;
+        rows.lse[i] = empty ? REAL_INF : lse;
         rows.delta[i] =
             empty ? (real)0 : vf_hsum(sum) - (args.dlse ? args.dlse[first + i] : (real)0);
     }

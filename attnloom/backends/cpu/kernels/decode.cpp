@@ -188,7 +188,7 @@ static void combine_row(const AttentionArgs& args, const DecodeLayout& layout, i
         m = parts[split * layout.part_size] > m ? parts[split * layout.part_size] : m;
     for (i64 split = 0; split < args.num_splits; split++) {
         real* part = parts + split * layout.part_size;
-        real shrink = softmax_exp2((part[0] - m) * EXPONENT_SCALE);
+        real shrink = softmax_exp2((part[0] - m) * LOG2_E);
         l += part[1] * shrink;
         for (i64 d = 0; d < layout.sizes.value_lanes; d += W) {
             vf scaled = vf_load(part + W + d) * shrink;

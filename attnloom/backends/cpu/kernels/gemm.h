@@ -39,7 +39,7 @@ struct Range {
 #endif
 
 #define DECLARE_PAIR(i) vf c##i##_0, c##i##_1;
-#define LOAD_PAIR(i) c##i##_0 = vf_load(c + i * c_row), c##i##_1 = vf_load(c + i * c_row + W);
+#define ADD_PAIR(i) c##i##_0 += vf_load(c + i * c_row), c##i##_1 += vf_load(c + i * c_row + W);
 #define ZERO_PAIR(i) c##i##_0 = (vf){}, c##i##_1 = (vf){};
 #define STORE_PAIR(i) vf_store(c + i * c_row, c##i##_0), vf_store(c + i * c_row + W, c##i##_1);
 #define UPDATE_PAIR(i)                 \
@@ -50,7 +50,8 @@ struct Range {
     }
 
 #define DECLARE_ONE(i) vf c##i;
-#define LOAD_ONE(i) c##i = vf_load(c + i * c_row);
+#define ZERO_ONE(i) c##i = (vf){};
+#define ADD_ONE(i) c##i += vf_load(c + i * c_row);
 #define STORE_ONE(i) vf_store(c + i * c_row, c##i);
 #define UPDATE_ONE(i)                \
     {                                \
@@ -78,20 +79,21 @@ struct Result {
     Result at(i64 i, i64 n) const { return {data + i * row + n, row}; }
 };
 
+// What is accumulated is added last: a tile's products are summed by themselves first, so that the
+// chain of roundings is as long as a tile is deep, not as long as the sequence.
 template <bool ACCUMULATE>
 INLINE void multiply_pair(i64 depth, const Left& left, const Right& right, const Result& result) {
     const real *a = left.data, *b = right.data;
     real* c = result.data;
     const i64 a_row = left.row, a_step = left.step, b_row = right.row, c_row = result.row;
     FOR_EACH_ROW(DECLARE_PAIR)
-    if (ACCUMULATE) {
-        FOR_EACH_ROW(LOAD_PAIR)
-    } else {
-        FOR_EACH_ROW(ZERO_PAIR)
-    }
+    FOR_EACH_ROW(ZERO_PAIR)
     for (i64 k = 0; k < depth; k++, a += a_step, b += b_row) {
         vf b0 = vf_load(b), b1 = vf_load(b + W);
         FOR_EACH_ROW(UPDATE_PAIR)
+    }
+    if (ACCUMULATE) {
+        FOR_EACH_ROW(ADD_PAIR)
     }
     FOR_EACH_ROW(STORE_PAIR)
 }
@@ -101,11 +103,12 @@ INLINE void multiply_one(i64 depth, const Left& left, const Right& right, const 
     real* c = result.data;
     const i64 a_row = left.row, a_step = left.step, b_row = right.row, c_row = result.row;
     FOR_EACH_ROW(DECLARE_ONE)
-    FOR_EACH_ROW(LOAD_ONE)
+    FOR_EACH_ROW(ZERO_ONE)
     for (i64 k = 0; k < depth; k++, a += a_step, b += b_row) {
         vf b0 = vf_load(b);
         FOR_EACH_ROW(UPDATE_ONE)
     }
+    FOR_EACH_ROW(ADD_ONE)
     FOR_EACH_ROW(STORE_ONE)
 }
 

@@ -85,7 +85,7 @@ INLINE real exponentiate_row(i32 i, Range columns, real m, const SoftmaxState& s
 // Moves row i to a new maximum and adds the new probabilities' sum.
 INLINE void advance_row(const SoftmaxState& state, i32 i, real m, real sum) {
     if (m != state.m[i]) {
-        real shrink = softmax_exp2((state.m[i] - m) * EXPONENT_SCALE);
+        real shrink = softmax_exp2((state.m[i] - m) * LOG2_E);
         real* acc = state.acc + i * state.value_lanes;
         for (i64 d = 0; d < state.value_lanes; d += W) vf_store(acc + d, vf_load(acc + d) * shrink);
         state.l[i] *= shrink;
@@ -127,9 +127,9 @@ INLINE void accumulate_values(i64 num_panels, const Range* panels, i64 num_keys,
 
 // Natural logarithm of the sum of exponentials; -inf for a row without live scores.
 INLINE real row_lse(real m, real l) {
-    return l == 0 ? -REAL_INF : m * SCORE_NATURAL + natural_log(l);
+    return l == 0 ? -REAL_INF : m + natural_log(l);
 }
 // Largest score in natural units; NaN where a score was.
-INLINE real row_max(real m, real l) { return l == 0 ? -REAL_INF : l != l ? l : m * SCORE_NATURAL; }
+INLINE real row_max(real m, real l) { return l == 0 ? -REAL_INF : l != l ? l : m; }
 
 #endif
