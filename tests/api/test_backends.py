@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from attnloom.api import planning
 from attnloom.backends import registry
 from attnloom.backends.cpu import toolchain
 from attnloom.errors import UnsupportedError
+from attnloom.plan import choose
 from attnloom.plan.choose import candidates
 from attnloom.plan.problem import KernelOptions
 from tests.api.mods import qkv
@@ -58,6 +60,8 @@ def test_auto_passes_over_a_backend_that_cannot_run_the_problem(monkeypatch):
         ("auto", "cpu", True, ["cpu", "tiled"]),
         ("auto", "cpu", False, ["tiled"]),
         ("auto", "xpu", True, ["tiled"]),
+        ("auto", "cuda", False, ["triton", "tiled"]),
+        ("triton", "cuda", True, ["triton"]),
         ("tiled", "cuda", True, ["tiled"]),
         ("tiled", "cpu", True, ["tiled"]),
     ],
@@ -65,6 +69,23 @@ def test_auto_passes_over_a_backend_that_cannot_run_the_problem(monkeypatch):
 def test_candidates(chosen, device, has_compiler, want):
     found = candidates(KernelOptions(backend=chosen), device, has_compiler)
     assert [c.backend for c in found] == want
+
+
+def test_cuda_without_triton_is_tiled_with_a_warning(monkeypatch):
+    monkeypatch.setattr(choose, "_has_triton", lambda: False)
+    (candidate,) = candidates(KernelOptions(), "cuda", True)
+    assert candidate.backend == "tiled"
+    assert candidate.warning is not None
+    assert "triton is not installed" in candidate.warning
+    with pytest.raises(UnsupportedError, match="needs the package triton"):
+        candidates(KernelOptions(backend="triton"), "cuda", True)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="there it does run")
+def test_triton_kernels_refuse_cpu_tensors():
+    pytest.importorskip("triton")
+    with pytest.raises(UnsupportedError, match="backend 'triton' cannot run this: query is on cpu"):
+        flex_attention(*qkv(key_heads=4), kernel_options={"backend": "triton"})
 
 
 def test_a_device_without_kernels_of_its_own_gets_a_warning():

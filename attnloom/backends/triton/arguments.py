@@ -46,9 +46,9 @@ def _layout(shape: Sizes, stride: Sizes) -> tuple[float, ...]:
 
 def reaches_far(bound: BoundProgram | None) -> bool:
     """Whether an offset into a captured tensor may pass 2**31."""
-    return bound is not None and any(
-        _reach(tuple(t.shape), t.stride()) > _INT32 for t in bound.tensors
-    )
+    if bound is None or not bound.tensors:
+        return False
+    return any(_reach(tuple(t.shape), t.stride()) > _INT32 for t in bound.tensors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,29 +91,46 @@ def takes_descriptor(tensor: torch.Tensor) -> bool:
     )
 
 
-def descriptors(
-    tensor: torch.Tensor, rows: int, chunks: tuple[int, int, int]
-) -> tuple[object, object, object]:
-    """TMA descriptors of [1, 1, rows, chunk] boxes, one for each chunk of the head dimension."""
-    blank = _blank_descriptors(tensor, tuple(tensor.shape), tensor.stride(), rows, chunks)
-    return tuple(b and _with_base(b, tensor) for b in blank)  # type: ignore[return-value]
+def descriptors(tensor: torch.Tensor, rows: int, chunks: tuple[int, int, int]) -> Triple:
+    """TMA descriptors of [1, 1, rows, chunk] boxes, one for each chunk of the head dimension; 0 for
+    a chunk that is absent."""
+    key = (tuple(tensor.shape), tensor.stride(), rows, chunks)
+    blank = _blanks.get(key)
+    if blank is None:
+        if len(_blanks) >= _BLANK_LIMIT:
+            _blanks.clear()
+        blank = _blanks[key] = blank_descriptors(tensor, rows, chunks)
+    return addressed(blank, tensor)
 
 
-_blanks: dict[tuple[object, ...], tuple[Any, ...]] = {}
+Triple = tuple[Any, Any, Any]
+_blanks: dict[tuple[object, ...], Triple] = {}
 _BLANK_LIMIT = 4096
 
 
-def _blank_descriptors(tensor: torch.Tensor, *key: Any) -> tuple[Any, ...]:
-    """Descriptors without an address, checked once: the checks take longer than the rest."""
-    found = _blanks.get(key)
-    if found is None:
-        if len(_blanks) >= _BLANK_LIMIT:
-            _blanks.clear()
-        found = _blanks[key] = _checked_descriptors(tensor, *key[2:])
-        for descriptor in found:
-            if descriptor:
-                descriptor.base = None
-    return found
+def blank_descriptors(tensor: torch.Tensor, rows: int, chunks: tuple[int, int, int]) -> Triple:
+    """`descriptors` without an address, checked: the checks take longer than the rest."""
+    shape = list(tensor.shape)
+    # a dimension of one entry may have any stride in torch; TMA wants an aligned one
+    stride = [step or 16 for step in steps(tensor)] + [1]
+    found: list[Any] = []
+    for chunk in chunks:
+        blank: Any = 0
+        if chunk:
+            blank = TensorDescriptor(tensor, shape, stride, [1, 1, rows, chunk])
+            blank.base = None
+        found.append(blank)
+    return tuple(found)  # type: ignore[return-value]
+
+
+def addressed(blank: Triple, tensor: torch.Tensor) -> Triple:
+    """Fresh descriptors of a tensor: a blank may be in use by other threads."""
+    first, second, third = blank
+    return (
+        _with_base(first, tensor),
+        second and _with_base(second, tensor),
+        third and _with_base(third, tensor),
+    )
 
 
 def _with_base(blank: TensorDescriptor, tensor: torch.Tensor) -> TensorDescriptor:
@@ -121,15 +138,3 @@ def _with_base(blank: TensorDescriptor, tensor: torch.Tensor) -> TensorDescripto
     fresh.__dict__.update(blank.__dict__)
     fresh.base = tensor
     return fresh
-
-
-def _checked_descriptors(
-    tensor: torch.Tensor, rows: int, chunks: tuple[int, int, int]
-) -> tuple[Any, ...]:
-    shape = list(tensor.shape)
-    # a dimension of one entry may have any stride in torch; TMA wants an aligned one
-    stride = [step or 16 for step in steps(tensor)] + [1]
-    return tuple(
-        TensorDescriptor(tensor, shape, stride, [1, 1, rows, chunk]) if chunk else 0
-        for chunk in chunks
-    )

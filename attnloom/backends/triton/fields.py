@@ -138,7 +138,7 @@ def launch_key(call: AttentionCall, tensors: Tensors) -> tuple[object, ...]:
         None
         if blocks is None
         else (blocks.q_block, blocks.kv_block, blocks.q_offset, blocks.kv_offset),
-        None if score is None and mask is None else target_of(call),
+        (score is not None or mask is not None) and _is_wide(call),
         call.scale > 0,
         call.options,
         tensors.max_scores is None,
@@ -150,8 +150,11 @@ def target_of(call: AttentionCall) -> emit.Target:
     half = call.query.dtype in configs.HALF
     exact = call.options.exact_math
     arch = configs.device_of(call.query.device).arch
-    wide = needs_wide_ints(call) or reaches_far(call.score) or reaches_far(call.mask)
-    return emit.Target(half and not exact and arch >= 75, wide, exact)
+    return emit.Target(half and not exact and arch >= 75, _is_wide(call), exact)
+
+
+def _is_wide(call: AttentionCall) -> bool:
+    return needs_wide_ints(call) or reaches_far(call.score) or reaches_far(call.mask)
 
 
 def shared_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> dict[str, Any]:

@@ -10,10 +10,15 @@ from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
-from attnloom.backends.triton.arguments import bind, descriptors, steps
+from attnloom.backends.triton.arguments import (
+    Triple,
+    addressed,
+    bind,
+    blank_descriptors,
+    steps,
+)
 from attnloom.backends.triton.decode import combine_kernel, decode_kernel
 from attnloom.backends.triton.fields import (
-    Chunks,
     ForwardConfig,
     Tensors,
     launch_key,
@@ -40,7 +45,7 @@ class _Ready:
     launch: Launcher
     merge: Launcher
     tile: configs.Tile
-    widths: tuple[Chunks, Chunks] | None
+    blanks: tuple[Triple, Triple] | None
     num_units: int
     num_splits: int
     num_rows: int
@@ -99,14 +104,11 @@ def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
-    tile = ready.tile
     key, value = tensors.key, tensors.value
     sources: tuple[object, ...] = (key, key, key, value, value, value)
-    if ready.widths is not None:
-        sources = (
-            *descriptors(key, tile.tile_n, ready.widths[0]),
-            *descriptors(value, tile.tile_n, ready.widths[1]),
-        )
+    if ready.blanks is not None:
+        of_key, of_value = ready.blanks
+        sources = (*addressed(of_key, key), *addressed(of_value, value))
     lists: tuple[object, ...] = _NO_LISTS
     if call.blocks is not None:
         found = group_lists(call.blocks, call.query.size(1) // key.size(1))
@@ -162,11 +164,18 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         SINGLE=num_splits == 1,
         WIDTH=triton.next_power_of_2(value.size(3)),
     )
+    blanks = None
+    widths = tma_widths(config)
+    if widths is not None:
+        blanks = (
+            blank_descriptors(key, tile.tile_n, widths[0]),
+            blank_descriptors(value, tile.tile_n, widths[1]),
+        )
     return _Ready(
         Launcher(decode_kernel, config, num_units * num_chunks * num_splits, tile.options),
         Launcher(combine_kernel, config, num_units * num_rows, {"num_warps": 4}),
         tile,
-        tma_widths(config),
+        blanks,
         num_units,
         num_splits,
         num_rows,

@@ -12,9 +12,14 @@ from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
-from attnloom.backends.triton.arguments import bind, descriptors, steps
+from attnloom.backends.triton.arguments import (
+    Triple,
+    addressed,
+    bind,
+    blank_descriptors,
+    steps,
+)
 from attnloom.backends.triton.fields import (
-    Chunks,
     ForwardConfig,
     Tensors,
     launch_key,
@@ -35,12 +40,12 @@ _NO_LISTS = (0.0,) * 8
 class _Ready:
     """A launch but for its addresses.
 
-    tile: see configs.py. widths: chunks of D and of Dv where TMA is used.
+    tile: see configs.py. blanks: descriptors of query, key and value where TMA is used.
     """
 
     launch: Launcher
     tile: configs.Tile
-    widths: tuple[Chunks, Chunks] | None
+    blanks: tuple[Triple, Triple, Triple] | None
     shape: tuple[float, ...]
     strides: tuple[float, ...]
 
@@ -87,20 +92,19 @@ def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
-    tile = ready.tile
     query, key, value = tensors.query, tensors.key, tensors.value
     sources: tuple[object, ...] = (query, query, query, key, key, key, value, value, value)
-    if ready.widths is not None:
-        widths, value_widths = ready.widths
+    if ready.blanks is not None:
+        of_query, of_key, of_value = ready.blanks
         sources = (
-            *descriptors(query, tile.tile_m, widths),
-            *descriptors(key, tile.tile_n, widths),
-            *descriptors(value, tile.tile_n, value_widths),
+            *addressed(of_query, query),
+            *addressed(of_key, key),
+            *addressed(of_value, value),
         )
     lists: tuple[object, ...] = _NO_LISTS
     blocks = call.blocks
     if blocks is not None:
-        found = work_lists(blocks, tile.tile_m)
+        found = work_lists(blocks, ready.tile.tile_m)
         # a kernel needs an address, also to read nothing from
         entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
         lists = (entries, found.work, *found.steps)
@@ -132,9 +136,22 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     return _Ready(
         Launcher(forward_kernel, config, num_tiles * batch * heads, tile.options),
         tile,
-        tma_widths(config),
+        _blanks(config, tensors, tile),
         pack_ints(shape),
         pack_ints(strides),
+    )
+
+
+def _blanks(
+    config: ForwardConfig, tensors: Tensors, tile: configs.Tile
+) -> tuple[Triple, Triple, Triple] | None:
+    widths = tma_widths(config)
+    if widths is None:
+        return None
+    return (
+        blank_descriptors(tensors.query, tile.tile_m, widths[0]),
+        blank_descriptors(tensors.key, tile.tile_n, widths[0]),
+        blank_descriptors(tensors.value, tile.tile_n, widths[1]),
     )
 
 

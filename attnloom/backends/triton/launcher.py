@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from triton import knobs
 from triton.runtime import driver
 
@@ -66,12 +65,13 @@ def addresses_aligned(call: AttentionCall) -> bool:
     """Whether captured tensors and block lists are where and what nearly all are: at multiples of
     16, with fewer than 2**31 live blocks."""
     blocks = call.blocks
-    if blocks is not None and not (
-        _is_aligned(blocks.entries) and 0 < blocks.entries.numel() < 2**31
-    ):
-        return False
-    return all(_is_aligned(t) for bound in (call.score, call.mask) if bound for t in bound.tensors)
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % _ALIGNMENT == 0
+    if blocks is not None:
+        entries = blocks.entries
+        if entries.data_ptr() % _ALIGNMENT or not 0 < entries.numel() < 2**31:
+            return False
+    for bound in (call.score, call.mask):
+        if bound is not None:
+            for tensor in bound.tensors:
+                if tensor.data_ptr() % _ALIGNMENT:
+                    return False
+    return True

@@ -13,9 +13,10 @@ from triton.runtime.interpreter import TensorHandle
 
 def _by_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*operands: Any) -> Any:
-        widest = max(operands, key=lambda t: len(t.type.shape) if t.type.is_block() else 0)
-        values = [t.handle.data for t in operands]
-        result = np.asarray(function(*values)).astype(values[0].dtype)
+        tensors = [t for t in operands if isinstance(t, tl.core.tensor)]  # others are literals
+        widest = max(tensors, key=lambda t: len(t.type.shape) if t.type.is_block() else 0)
+        values = [t.handle.data if isinstance(t, tl.core.tensor) else t for t in operands]
+        result = np.asarray(function(*values)).astype(widest.handle.data.dtype)
         return tl.core.tensor(TensorHandle(result, widest.type.scalar), widest.type)
 
     return call
