@@ -19,8 +19,8 @@ from attnloom.backends.triton.packed import pack_ints
 _LARGEST_STEP = 128  # of the tables of configs_backward.py
 _MAX_PARTS = 16
 _MAX_HEADS_TOGETHER = 64
-# dk and dv of wider heads do not fit the registers together; by bytes an element. Two passes cost one
-# product more, spills cost far more: D=192 took 32.9 ms in one pass that spilled 69 registers (H200).
+# dk and dv of wider heads do not fit the registers together; by bytes an element. Two passes cost
+# one product more, spills far more: D=192 in one pass spilled 69 registers, 32.9 ms on an H200.
 _WIDEST_TOGETHER = {2: 128, 4: 128, 8: 64}
 
 
