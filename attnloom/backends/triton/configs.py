@@ -72,12 +72,14 @@ class Shape:
     """What a choice depends on.
 
     width: larger of D and Dv as covered by chunks. itemsize: of the operands in bytes.
+    by_fused_adds: products are fused multiply-adds, not the work of tensor cores.
     max_m, max_n: a tile must not be larger: block sizes of the mask, lengths.
     num_rows: tiles of one row in the whole problem (B * Hq * Q_LEN).
     """
 
     width: int
     itemsize: int
+    by_fused_adds: bool
     max_m: int
     max_n: int
     num_rows: int
@@ -97,12 +99,14 @@ _FORWARD_HALF: tuple[tuple[int, int, tuple[Tile, ...]], ...] = (
     (0, 128, (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1))),
     (0, 512, (Tile(64, 32, 8, 1),)),
 )
-# tf32 and float32 by fused multiply-adds; accumulators and operands are twice as large.
-_FORWARD_FLOAT: tuple[tuple[int, int, tuple[Tile, ...]], ...] = (
+# float32 on tensor cores (tf32, tf32x3): operands are twice as large.
+_FORWARD_TF32: tuple[tuple[int, int, tuple[Tile, ...]], ...] = (
     (0, 64, (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))),
     (0, 128, (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2))),
     (0, 512, (Tile(32, 32, 4, 1),)),
 )
+# By fused multiply-adds every operand of a product is a register.
+_FUSED = (Tile(32, 32, 4, 2), Tile(32, 32, 4, 1))
 _SMALL = (
     Tile(64, 32, 4, 2),
     Tile(64, 32, 8, 1),
@@ -115,14 +119,14 @@ _SMALL = (
 @functools.lru_cache(maxsize=4096)
 def forward_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
     """Tiles to try for a forward, best first; at least one."""
-    table = _FORWARD_HALF if shape.itemsize == 2 else _FORWARD_FLOAT
+    table = _FORWARD_HALF if shape.itemsize == 2 else _FORWARD_TF32
     found: tuple[Tile, ...] = ()
     for arch, width, tiles in table:
         if device.arch >= arch and shape.width <= width:
             found = tiles
             break
-    if shape.itemsize == 8:
-        found = (Tile(32, 32, 4, 1),)
+    if shape.by_fused_adds:
+        found = _FUSED
     best = found[0] if found else _SMALL[0]
     if best.tile_m > 64 and shape.num_rows < device.num_processors * best.tile_m:
         # too few programs for the device: halve the tiles

@@ -148,7 +148,8 @@ def launch_key(call: AttentionCall, tensors: Tensors) -> tuple[object, ...]:
 def target_of(call: AttentionCall) -> emit.Target:
     """What the fragments of a call may use."""
     half = call.query.dtype in configs.HALF
-    exact = call.options.exact_math
+    # float32 inputs buy float32's accuracy; the hardware's log and exp are a few units off it
+    exact = call.options.exact_math or not half
     arch = configs.device_of(call.query.device).arch
     return emit.Target(half and not exact and arch >= 75, _is_wide(call), exact)
 
@@ -245,6 +246,14 @@ def stored_type(dtype: torch.dtype) -> torch.dtype:
     """Type that a kernel computes with and stores in place of one: Triton's interpreter multiplies
     the bit patterns of bfloat16, and truncates where it rounds to it."""
     return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
+
+
+def num_tries(call: AttentionCall) -> int:
+    """How many tiles to compile in search of one that does not spill. Products by fused
+    multiply-adds spill with all tiles, and take long to compile."""
+    dtype = operand_type(call.query.dtype, call.key.dtype, call.value.dtype)
+    on_tensor_cores = dtype.itemsize == 2 or precision_of(call, dtype) != "ieee"
+    return configs.MAX_TRIES if on_tensor_cores else 1
 
 
 def precision_of(call: AttentionCall, dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
     launch_key,
+    num_tries,
     operand_type,
     overhanging_block,
     shared_fields,
@@ -96,7 +97,7 @@ def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
         num_tried += 1
         if best is None or ready.launch.spills < best.launch.spills:
             best = ready
-        if best.launch.spills <= configs.FEW_SPILLS or num_tried == configs.MAX_TRIES:
+        if best.launch.spills <= configs.FEW_SPILLS or num_tried == num_tries(call):
             break
     if best is None:
         raise refused or AssertionError("no tiles")
@@ -207,6 +208,7 @@ def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
     shape = configs.Shape(
         width=max(sum(configs.chunks(query.size(3))), sum(configs.chunks(value.size(3)))),
         itemsize=operand_type(query.dtype, key.dtype, value.dtype).itemsize,
+        by_fused_adds=num_tries(call) == 1,
         max_m=max(16, triton.next_power_of_2(num_rows)),
         max_n=limit_n,
         num_rows=query.size(0) * query.size(1) * query.size(2),
