@@ -39,13 +39,29 @@ def load_chunks(
 
 
 @triton.jit
-def inner(a, b, C1: tl.constexpr, C2: tl.constexpr, cfg: tl.constexpr):
-    """a . b^T over chunks of the shared dimension."""
-    s = tl.dot(a[0], b[0].T, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
-    if C1 > 0:
-        s = tl.dot(a[1], b[1].T, s, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
-    if C2 > 0:
-        s = tl.dot(a[2], b[2].T, s, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+def inner(
+    a, a_from, b, b_from, ROWS: tl.constexpr, COLS: tl.constexpr, C1: tl.constexpr,
+    C2: tl.constexpr, WIDTH: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """a . b^T over chunks of the shared dimension. a_from, b_from: (sources, at, first row).
+
+    Products by fused multiply-adds (SLICE > 0) hold both operands in registers, and spill kilobytes
+    at a shared dimension of 128: they load slices of it again."""
+    if cfg.SLICE > 0:
+        s = tl.zeros([ROWS, COLS], cfg.ACC)
+        for c in tl.static_range(0, WIDTH, cfg.SLICE):
+            x = load_tile(a_from[0][0], a_from[1], a_from[2], c, ROWS, cfg.SLICE, WIDTH, cfg)
+            y = load_tile(b_from[0][0], b_from[1], b_from[2], c, COLS, cfg.SLICE, WIDTH, cfg)
+            s = tl.dot(
+                x.to(cfg.OPERAND), y.to(cfg.OPERAND).T, s,
+                input_precision=cfg.PRECISION, out_dtype=cfg.ACC,
+            )  # fmt: skip
+    else:
+        s = tl.dot(a[0], b[0].T, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+        if C1 > 0:
+            s = tl.dot(a[1], b[1].T, s, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+        if C2 > 0:
+            s = tl.dot(a[2], b[2].T, s, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
     return s
 
 

@@ -46,8 +46,8 @@ def _row_values(stats, pos, row, WHICH: tl.constexpr, cfg: tl.constexpr):
 
 @triton.jit
 def _key_step(
-    state, k, v, q_src, q_at, do_src, do_at, stats, row, partial, scale, contexts, pos, sinks,
-    cfg: tl.constexpr,
+    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats, row, partial, scale, contexts,
+    pos, sinks, cfg: tl.constexpr,
 ):  # fmt: skip
     """One query tile. state = (dk chunks, dv chunks, sums); stats = (lse_log2, delta) of the
     head."""
@@ -58,7 +58,7 @@ def _key_step(
     offs = row + tl.arange(0, M)
     offs_m = offs[None, :]
     q = load_chunks(q_src, q_at, row, M, cfg.D0, cfg.D1, cfg.D2, cfg.D, cfg)
-    raw = inner(k, q, cfg.D1, cfg.D2, cfg)
+    raw = inner(k, k_from, q, (q_src, q_at, row), cfg.TILE_N, M, cfg.D1, cfg.D2, cfg.D, cfg)
     lse_log2 = _row_values(stats, line, row, 0, cfg)
     score, p = probabilities(raw, scale, lse_log2, score_ctx, b, h, offs_n, offs_m, cfg)
     if cfg.MAY_MASK:  # noqa: SIM102 - known when the kernel is compiled, the other is not
@@ -71,7 +71,7 @@ def _key_step(
         dv = add_product(dv, p.to(cfg.OPERAND), do, cfg.E1, cfg.E2, cfg)
     if cfg.WANT_DK:
         delta = _row_values(stats, line, row, 1, cfg)
-        dp = inner(v, do, cfg.E1, cfg.E2, cfg)
+        dp = inner(v, v_from, do, (do_src, do_at, row), cfg.TILE_N, M, cfg.E1, cfg.E2, cfg.DV, cfg)
         ds, sums = score_gradient(
             p * (dp - delta), score, sums, sinks, grad_ctx, b, h, offs_n, offs_m, cfg
         )
@@ -140,6 +140,7 @@ def key_kernel(
     v_at = (b_kv, h_kv, whole(strides, 18), whole(strides, 21), whole(strides, 24), kv_len)
     k = load_chunks((k0, k1, k2), k_at, start, N, cfg.D0, cfg.D1, cfg.D2, cfg.D, cfg)
     v = load_chunks((v0, v1, v2), v_at, start, N, cfg.E0, cfg.E1, cfg.E2, cfg.DV, cfg)
+    k_from, v_from = ((k0, k1, k2), k_at, start), ((v0, v1, v2), v_at, start)
     acc_k = zeros(N, cfg.D0, cfg.D1, cfg.D2, cfg)
     acc_v = zeros(N, cfg.E0, cfg.E1, cfg.E2, cfg)
     q_src, do_src = (q0, q1, q2), (g0, g1, g2)
@@ -166,8 +167,8 @@ def key_kernel(
                 partial = ((entry & 1) != 0) | overhangs
                 entry = tl.load(lists[1] + tl.minimum((t + 1) // cfg.SUB, last - 1))
                 state = _key_step(
-                    state, k, v, q_src, q_at, do_src, do_at, stats, row, partial, factor,
-                    contexts, pos, sinks, cfg,
+                    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats, row,
+                    partial, factor, contexts, pos, sinks, cfg,
                 )  # fmt: skip
         else:
             for t in tl.range(0, tl.cdiv(q_len, cfg.TILE_M)):
@@ -175,7 +176,7 @@ def key_kernel(
                 if cfg.HAS_MASK:
                     partial = True
                 state = _key_step(
-                    state, k, v, q_src, q_at, do_src, do_at, stats, t * cfg.TILE_M,
+                    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats, t * cfg.TILE_M,
                     partial, factor, contexts, pos, sinks, cfg,
                 )  # fmt: skip
         acc_k, acc_v, sums = state

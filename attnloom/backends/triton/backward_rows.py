@@ -24,8 +24,8 @@ from attnloom.backends.triton.forward import locate, mask_context, score_context
 
 @triton.jit
 def _row_step(
-    state, q, do, stats, k_src, k_at, v_src, v_at, kv, partial, scale, contexts, pos, sinks,
-    cfg: tl.constexpr,
+    state, q, q_from, do, do_from, stats, k_src, k_at, v_src, v_at, kv, partial, scale, contexts,
+    pos, sinks, cfg: tl.constexpr,
 ):  # fmt: skip
     """One key tile. state = (dq chunks, sums); stats = (lse_log2, delta) as columns."""
     N: tl.constexpr = cfg.TILE_N
@@ -35,7 +35,7 @@ def _row_step(
     lse_log2, delta = stats
     offs_n = kv + tl.arange(0, N)[None, :]
     k = load_chunks(k_src, k_at, kv, N, cfg.D0, cfg.D1, cfg.D2, cfg.D, cfg)
-    raw = inner(q, k, cfg.D1, cfg.D2, cfg)
+    raw = inner(q, q_from, k, (k_src, k_at, kv), cfg.TILE_M, N, cfg.D1, cfg.D2, cfg.D, cfg)
     score, p = probabilities(raw, scale, lse_log2, score_ctx, b, h, offs_m, offs_n, cfg)
     if cfg.MAY_MASK:  # noqa: SIM102 - known when the kernel is compiled, the other is not
         if partial:
@@ -43,7 +43,7 @@ def _row_step(
                 p, mask_ctx, b, h, offs_m + q_offset, offs_n + kv_offset, offs_n < k_at[5], cfg
             )
     v = load_chunks(v_src, v_at, kv, N, cfg.E0, cfg.E1, cfg.E2, cfg.DV, cfg)
-    dp = inner(do, v, cfg.E1, cfg.E2, cfg)
+    dp = inner(do, do_from, v, (v_src, v_at, kv), cfg.TILE_M, N, cfg.E1, cfg.E2, cfg.DV, cfg)
     ds, sums = score_gradient(
         p * (dp - delta), score, sums, sinks, grad_ctx, b, h, offs_m, offs_n, cfg
     )
@@ -87,6 +87,7 @@ def row_kernel(
     contexts = (score_ctx, grad_ctx, mask_ctx)
     q = load_chunks((q0, q1, q2), q_at, row, M, cfg.D0, cfg.D1, cfg.D2, cfg.D, cfg)
     do = load_chunks((g0, g1, g2), do_at, row, M, cfg.E0, cfg.E1, cfg.E2, cfg.DV, cfg)
+    q_from, do_from = ((q0, q1, q2), q_at, row), ((g0, g1, g2), do_at, row)
     state = (zeros(M, cfg.D0, cfg.D1, cfg.D2, cfg), first_sums(M, cfg))
     if cfg.HAS_LISTS:
         entries, overhang = lists[0], whole32(shape, 30)
@@ -98,8 +99,8 @@ def row_kernel(
             partial = ((entry & 1) != 0) | (block == overhang)
             entry = tl.load(entries + tl.minimum((t + 1) // cfg.SUB, last - 1))
             state = _row_step(
-                state, q, do, (lse_log2, delta), k_src, k_at, v_src, v_at, kv, partial, factor,
-                contexts, pos, sinks, cfg,
+                state, q, q_from, do, do_from, (lse_log2, delta), k_src, k_at, v_src, v_at, kv,
+                partial, factor, contexts, pos, sinks, cfg,
             )  # fmt: skip
     else:
         for t in tl.range(0, tl.cdiv(kv_len, cfg.TILE_N)):
@@ -108,8 +109,8 @@ def row_kernel(
             if cfg.HAS_MASK:
                 partial = True
             state = _row_step(
-                state, q, do, (lse_log2, delta), k_src, k_at, v_src, v_at, kv, partial, factor,
-                contexts, pos, sinks, cfg,
+                state, q, q_from, do, do_from, (lse_log2, delta), k_src, k_at, v_src, v_at, kv,
+                partial, factor, contexts, pos, sinks, cfg,
             )  # fmt: skip
     acc, sums = state
     store_chunks(dq, acc, factor, dq_at, row, M, cfg.D0, cfg.D1, cfg.D2, cfg.D, cfg)

@@ -24,13 +24,14 @@ class Shape:
     """What a choice depends on.
 
     width: D and Dv as covered by chunks, the larger. itemsize: of the operands in bytes.
-    max_m, max_n: a tile must not be larger.
+    max_m, max_n: a tile must not be larger. multiply_adds: products without matrix instructions.
     """
 
     width: int
     itemsize: int
     max_m: int
     max_n: int
+    multiply_adds: bool
 
 
 # (arch at least, width at most) -> tiles. First match counts; AMD has arch 0.
@@ -56,6 +57,11 @@ _ROWS_HALF: Table = (
     (0, 128, (Tile(64, 32, 4, 1), Tile(64, 16, 4, 1))),
 )
 _SMALL = (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
+# Products by fused multiply-adds: short steps, which are the inner dimension of a product.
+_MULTIPLY_ADDS = {
+    "tile_n": (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+    "tile_m": (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
 
 
 def key_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
@@ -70,8 +76,10 @@ def row_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _fitting(table: Table, device: Device, shape: Shape, owned: str) -> tuple[Tile, ...]:
-    found = _lookup(table, device, shape)
-    fitted = [_clamped(t, shape) for t in (*found, *_SMALL)]
+    found = (*_lookup(table, device, shape), *_SMALL)
+    if shape.multiply_adds:
+        found = _MULTIPLY_ADDS[owned]
+    fitted = [_clamped(t, shape) for t in found]
     kept = [
         t for t in dict.fromkeys(fitted) if _shared_bytes(t, shape, owned) <= device.shared_bytes
     ]

@@ -23,6 +23,7 @@ from attnloom.backends.triton.fragments import load_module, mask_fragment, score
 from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import Program
 
+_SLICE = 32
 _GRAD_PARTS = ("head", "row", "begin", "body", "flush")
 
 
@@ -30,6 +31,7 @@ _GRAD_PARTS = ("head", "row", "begin", "body", "flush")
 class BackwardConfig(KernelConfig):
     """Everything that a key or row kernel is compiled for; see backward.py's glossary.
 
+    SLICE: columns of a slice of D and Dv, see backward.inner; 0: none.
     SUB: tiles of a step in a block of the mask. TILES_PER_BLOCK: tiles that are owned in one.
     """
 
@@ -55,6 +57,7 @@ class BackwardConfig(KernelConfig):
     PRECISION: str
     OPERAND: tl.dtype
     ACC: tl.dtype
+    SLICE: int
     WANT_DK: bool
     WANT_DV: bool
     SCORE_HEAD: JITFunction | None = None
@@ -131,6 +134,7 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
         PRECISION=precision_of(call, dtype),
         OPERAND=triton_type(dtype),
         ACC=triton_type(operands.real),
+        SLICE=_SLICE if operands.by_multiply_adds else 0,
         WANT_DK=role.want_dk,
         WANT_DV=role.want_dv,
         **_fragments(operands, role),

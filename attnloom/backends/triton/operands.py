@@ -11,7 +11,7 @@ from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import is_aligned, takes_descriptor, unit_stride
 from attnloom.backends.triton.config import INTERPRETED
-from attnloom.backends.triton.fields import stored_type, target_of
+from attnloom.backends.triton.fields import operand_type, precision_of, stored_type, target_of
 from attnloom.ir.node import BoundProgram
 from attnloom.plan.problem import compute_type
 
@@ -70,9 +70,17 @@ class Operands:
         return self.query, self.key, self.value, self.dout
 
     @functools.cached_property
+    def by_multiply_adds(self) -> bool:
+        """Whether matrix products run without matrix instructions: float32 unless it may be rounded
+        to tf32, and float64, which is as wide."""
+        dtype = operand_type(self.query.dtype, self.key.dtype, self.value.dtype)
+        return dtype.itemsize > 2 and precision_of(self.call, dtype) == "ieee"
+
+    @functools.cached_property
     def uses_tma(self) -> bool:
         return (
-            configs.device_of(self.query.device).has_tma
+            not self.by_multiply_adds
+            and configs.device_of(self.query.device).has_tma
             and not INTERPRETED
             and len({t.dtype for t in self.inputs}) == 1
             and all(takes_descriptor(t) for t in self.inputs)

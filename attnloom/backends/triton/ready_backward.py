@@ -90,13 +90,15 @@ def shape_class(operands: Operands) -> configs_backward.Shape:
         itemsize=operand_type(query.dtype, key.dtype, value.dtype).itemsize,
         max_m=limit_m,
         max_n=limit_n,
+        multiply_adds=operands.by_multiply_adds,
     )
 
 
 def both_fit(operands: Operands) -> bool:
     """Whether one kernel can hold dk and dv; two passes otherwise."""
     shape = shape_class(operands)
-    return shape.width <= _WIDEST_TOGETHER[shape.itemsize]
+    widest = _WIDEST_TOGETHER[shape.itemsize]
+    return shape.width <= (widest // 2 if shape.multiply_adds else widest)
 
 
 def pitch_of(q_len: int) -> int:

@@ -54,8 +54,10 @@ def test_fixed_point_in_float64() -> None:
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(1, 3), (72, 40), (16, 320), (300, 300)])
-def test_head_dims(D: int, Dv: int) -> None:
-    check_gradients(Case("causal", replace(SIZES, Hq=1, D=D, Dv=Dv)), False)
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+def test_head_dims(D: int, Dv: int, dtype: torch.dtype) -> None:
+    """Halves take the head dimension in chunks, float32 in slices."""
+    check_gradients(Case("causal", replace(SIZES, Hq=1, D=D, Dv=Dv), dtype), False)
 
 
 @pytest.mark.parametrize(("Q_LEN", "KV_LEN"), [(1, 1), (63, 1), (65, 129)])
