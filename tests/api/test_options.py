@@ -107,3 +107,10 @@ def test_debug_bounds_accepts_a_guarded_index():
         return torch.where(distance.abs() <= 2, score + table[distance + 2], score)
 
     flex_attention(*qkv(key_heads=4), guarded, kernel_options={"debug_bounds": True})
+
+
+def test_fp32_precision_is_one_of_three():
+    assert read_options({"fp32_precision": "tf32"}).fp32_precision == "tf32"
+    assert read_options(None).fp32_precision == "ieee"
+    with pytest.raises(OptionError, match=r"fp32_precision'\] is 'high'; it must be one of 'ieee'"):
+        read_options({"fp32_precision": "high"})
