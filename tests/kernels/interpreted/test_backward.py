@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import attnloom
 from tests.harness.case import Case
 from tests.harness.draw import Sizes
 from tests.kernels.backward_modes import check_gradients, check_repeats
@@ -105,3 +106,31 @@ def test_mixed_dtypes() -> None:
 
 def test_without_gradient_of_lse() -> None:
     check_gradients(Case("causal", SIZES, lse_gradient=False), False)
+
+
+def _values(x: torch.Tensor, learned: torch.Tensor, score_mod, backend: str) -> list[torch.Tensor]:
+    query, leaf = x.clone().requires_grad_(), learned.clone().requires_grad_()
+    out = attnloom.flex_attention(
+        query, x, x, score_mod=lambda *at: score_mod(leaf, *at), kernel_options={"backend": backend}
+    )
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (query, leaf))]
+
+
+def _row_of_a_computed_head(learned, score, b, h, q_idx, kv_idx):
+    return score + (learned[h // 2] * torch.cos(learned[h // 2] * (q_idx - kv_idx))).sum()
+
+
+def _sum_of_sums(learned, score, b, h, q_idx, kv_idx):
+    inner = (learned[h] * kv_idx * 0.1).sum()
+    return score + (learned[h] * inner * torch.sin(learned[q_idx % 4])).sum()
+
+
+@pytest.mark.parametrize("score_mod", [_row_of_a_computed_head, _sum_of_sums])
+def test_steps_of_a_reduction_find_what_they_read(score_mod) -> None:
+    """What depends on the head alone was not in scope inside the loop over a captured row."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 4, 10, 16, generator=generator)
+    learned = torch.randn(4, 3, generator=generator)
+    expected = _values(x, learned, score_mod, "reference")
+    for mine, exact in zip(_values(x, learned, score_mod, "triton"), expected, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
