@@ -50,9 +50,11 @@ def errors_suite(
 
 def _oracle(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
     variant = VARIANTS[case.variant]
-    leaves = [x.double().requires_grad_() for x in inputs]
+    query, key, value = leaves = [x.double().requires_grad_() for x in inputs]
     out = reference_attention(
-        *leaves,
+        query,
+        key,
+        value,
         variant.score(case.num_heads) if variant.score else None,
         variant.mask(case.kv_len) if variant.mask else None,
     ).out
