@@ -116,11 +116,10 @@ def _with_gradient(
         the contributions; the contributions, in nodes of that program.
     """
     derivative = differentiate(score, exact)
-    dtype = score.nodes[score.outputs[0]].dtype
     build = Builder.like(score)
-    place = _copy(build, score, dtype)
+    place = _copy(build, score)
     outputs = [place[o] for o in score.outputs]
-    place = _copy(build, derivative.program, dtype)
+    place = _copy(build, derivative.program)
     outputs.append(place[derivative.program.outputs[0]])
     for item in derivative.contributions:
         outputs += [*(place[i] for i in item.index), place[item.value]]
@@ -134,16 +133,11 @@ def _with_gradient(
     return program, program.outputs, tuple(items)
 
 
-def _copy(build: Builder, program: Program, dtype: DType) -> list[int]:
-    """Nodes of a program in `build`; dscore has the type of the score, `dtype`, from the start."""
+def _copy(build: Builder, program: Program) -> list[int]:
+    """Nodes of a program in `build`."""
     place: list[int] = []
     for node in program.nodes:
-        if node.op == "input" and node.attr == "dscore":
-            place.append(build.input("dscore", dtype))
-        elif node.op == "cast":
-            place.append(build.cast(place[node.args[0]], node.dtype))
-        else:
-            place.append(build.copy(node, tuple(place[a] for a in node.args)))
+        place.append(build.copy(node, tuple(place[a] for a in node.args)))
     return place
 
 

@@ -101,8 +101,7 @@ class _Reverse:
         (output,) = program.outputs
         wanted = _wanted(program)
         if wanted[output]:
-            seed = self.build.input("dscore")
-            self.adjoints[output] = self.build.cast(seed, program.nodes[output].dtype)
+            self.adjoints[output] = self.build.input("dscore", program.nodes[output].dtype)
         for index in range(len(program.nodes) - 1, -1, -1):
             grad = self.adjoints.pop(index, None)
             if grad is None:
