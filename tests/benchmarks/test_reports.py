@@ -11,11 +11,11 @@ from benchmarks.cases import DTYPES, VARIANTS, decode_cases, document_ids, prefi
 from benchmarks.contenders import CONTENDERS
 from benchmarks.rows import Row, geometric_mean
 from benchmarks.suites import Selection, cpu_suite
-from benchmarks.timing import MIN_RUNS, alternate
+from benchmarks.timing import MIN_TURNS, RUNS_A_TURN, alternate
 from benchmarks.verdict import judge
 
 DOCUMENTS = sorted(Path(__file__).parents[2].glob("*.md")) + sorted(
-    Path(__file__).parents[2].glob("docs/*.md")
+    Path(__file__).parents[2].glob("docs/**/*.md")
 )
 WIN = Row("cpu", "full-s512-d64", "forward", "ms", 1.0, dtype="fp32", peer="torch-flex", theirs=4.0)
 LOSS = dataclasses.replace(WIN, case="causal-s512-d64", theirs=0.5)
@@ -75,8 +75,9 @@ def test_documents_show_what_the_results_say():
 def test_alternation_measures_every_callable_equally_often():
     calls = []
     samples = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0)
-    assert calls == ["a", "b"] * (len(calls) // 2)
-    assert samples["a"].num_runs == samples["b"].num_runs >= MIN_RUNS
+    turn = ["a"] * (1 + RUNS_A_TURN) + ["b"] * (1 + RUNS_A_TURN)
+    assert calls == ["a", "b"] * 2 + turn * MIN_TURNS
+    assert samples["a"].num_runs == samples["b"].num_runs >= MIN_TURNS * RUNS_A_TURN
     assert samples["a"].p10_ms <= samples["a"].median_ms <= samples["a"].p90_ms
 
 
