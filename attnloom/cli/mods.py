@@ -15,6 +15,7 @@ import attnloom
 from attnloom.errors import AttnloomError, ModError, OptionError, TraceError
 from attnloom.tools.setting import DTYPES
 from attnloom.tools.target import resolve
+from attnloom.trace.messages import source_line
 
 _TARGET = (
     "package.module:function or path/file.py:function, a score_mod or a mask_mod; a factory with "
@@ -92,9 +93,10 @@ def users_errors() -> Iterator[None]:
         last = frames[-1]
         if last.filename.startswith(_LIBRARIES):
             raise
+        line = source_line(last.filename, last.lineno or 0, getattr(last, "colno", None))
         raise TraceError(
             f"the mod raised {type(error).__name__}: {error} ({Path(last.filename).name}:"
-            f"{last.lineno})\n    {last.line}"
+            f"{last.lineno})\n    {line}"
         ) from error
 
 

@@ -240,7 +240,8 @@ class Trace:
         if inside and frame is not None:
             file = frame.f_code.co_filename
             place = f"{Path(file).name}:{frame.f_lineno}"
-            line = messages.source_line(file, frame.f_lineno)
+            column = messages.column_of(frame.f_code, frame.f_lasti)
+            line = messages.source_line(file, frame.f_lineno, column)
         where = f" ({place})" if place else ""
         text = f"{self.kind} '{messages.mod_name(self.mod)}'{where} {what}; {advice}"
         self.failure = TraceError(f"{text}\n    {line}" if line else text)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 
+MOST_SHOWN = 120  # characters of a source line
 ONE_AT_A_TIME = "a mod is evaluated one score at a time"
 _WHOLE = f"{ONE_AT_A_TIME}, so there is nothing to {{}}. {{}} outside and capture the result."
 _HOST = "its value exists only inside the kernel. {}"
@@ -207,6 +209,28 @@ def user_frame() -> FrameType | None:
     return frame
 
 
-def source_line(filename: str, line: int) -> str:
-    """The stripped text of a source line, '' where the file cannot be read."""
-    return linecache.getline(filename, line).strip()
+def source_line(filename: str, line: int, column: int | None = None) -> str:
+    """The stripped text of a source line, '' where the file cannot be read.
+
+    A line of more than MOST_SHOWN characters is cut, around `column` if that is known.
+    """
+    text = linecache.getline(filename, line)
+    margin = len(text) - len(text.lstrip())
+    text = text.strip()
+    if len(text) <= MOST_SHOWN:
+        return text
+    middle = 0 if column is None else column - margin
+    start = max(0, min(middle - MOST_SHOWN // 2, len(text) - MOST_SHOWN))
+    before, after = "..." if start else "", "..." if start + MOST_SHOWN < len(text) else ""
+    return f"{before}{text[start : start + MOST_SHOWN].strip()}{after}"
+
+
+def column_of(code: CodeType, last_instruction: int) -> int | None:
+    """Where in its line an instruction was written; None before Python 3.11, which does not say.
+
+    Python counts bytes; in a line of other letters the cut is only nearby.
+    """
+    if not hasattr(code, "co_positions"):
+        return None
+    place = next(itertools.islice(code.co_positions(), last_instruction // 2, None), None)
+    return None if place is None else place[2]

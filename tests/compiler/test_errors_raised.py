@@ -4,6 +4,9 @@ name the mod, its file and its line. The user's own errors pass."""
 from __future__ import annotations
 
 import inspect
+import linecache
+import math
+import sys
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from attnloom.ir.node import DType
 from attnloom.trace.tracer import trace_mask, trace_score
 
 CPU = torch.device("cpu")
+zero = 0
 ADVICE = (
     "inside a mod score, b, h, q_idx and kv_idx are tensors without dimensions whose values exist "
     "only in the kernel. Use arithmetic, comparisons and torch functions of one score."
@@ -85,6 +89,57 @@ def test_the_users_own_errors_pass():
         trace_score(refuses, DType.F32, CPU)
     with pytest.raises(NameError):
         trace_score(misspelt, DType.F32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("mod", "said"),
+    [
+        (lambda s, b, h, q, kv: s + 1 / zero, "ZeroDivisionError: "),
+        (lambda s, b, h, q, kv: s + 7 % zero, "ZeroDivisionError: "),
+        (lambda s, b, h, q, kv: s * 10.0 ** (400 + zero), "OverflowError: "),
+        (lambda s, b, h, q, kv: s * math.exp(1000 + zero), "OverflowError: math range error"),
+    ],
+)
+def test_arithmetic_of_the_mod_itself_names_it(mod, said):
+    """On Python numbers, whether the mod's own literals or what it captures."""
+    with pytest.raises(TraceError) as caught:
+        trace_score(mod, DType.F32, CPU)
+    text = str(caught.value)
+    line = mod.__code__.co_firstlineno
+    assert text.startswith(f"score_mod '<lambda>' (test_errors_raised.py:{line}) raises {said}"), (
+        text
+    )
+    assert "this is arithmetic on Python numbers, done once while the mod is traced" in text
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+
+
+def test_arithmetic_through_the_public_functions():
+    def scaled(score, b, h, q_idx, kv_idx):
+        return score * (1 / zero)
+
+    q = torch.zeros(1, 1, 4, 8)
+    line = scaled.__code__.co_firstlineno + 1
+    named = rf"scaled' \(test_errors_raised\.py:{line}\) raises ZeroDivisionError"
+    with pytest.raises(TraceError, match=named):
+        attnloom.flex_attention(q, q, q, scaled)
+    with pytest.raises(TraceError, match="raises ZeroDivisionError"):
+        attnloom.create_block_mask(lambda b, h, i, j: i > j // (1 // zero), 1, 1, 8, 8)
+
+
+def test_long_lines_are_cut_around_what_is_wrong():
+    long = " + ".join(f"table[{n}]" for n in range(60))
+    text = f"lambda s, b, h, q, kv: {long} + torch.sort(s)[0] + {long}\n"
+    file = "long_line.py"
+    linecache.cache[file] = (len(text), None, [text], file)
+    mod = eval(compile(text, file, "eval"), {"table": torch.ones(60), "torch": torch})
+    with pytest.raises(TraceError) as caught:
+        trace_score(mod, DType.F32, CPU)
+    shown = str(caught.value).split("\n    ")[1]
+    assert shown.endswith("...")
+    assert len(shown) <= 126
+    if sys.version_info >= (3, 11):  # which say the column of an instruction
+        assert shown.startswith("...")
+        assert "torch.sort(s)" in shown
 
 
 def test_through_the_public_functions():
