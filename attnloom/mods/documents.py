@@ -1,0 +1,48 @@
+"""Packed documents: several sequences in one row, each of which sees itself alone."""
+
+from __future__ import annotations
+
+from attnloom.masking.known_masks import document_mod, documents_of, packed_documents, packed_mod
+from attnloom.masking.views import MaskMod
+from attnloom.mods.arguments import Integers, read_integers
+
+
+def documents(ids: Integers, kv_ids: Integers | None = None) -> MaskMod:
+    """A query sees the keys that carry its document id.
+
+        ids[q_idx] == kv_ids[kv_idx]
+
+    Args:
+        ids: [Q_LEN] or [B, Q_LEN] integers, in any order; documents may be interleaved.
+        kv_ids: [KV_LEN] or [B, KV_LEN]; default: ids.
+    Returns:
+        mask_mod that captures tables of ids, or of key ranges where documents are contiguous. For
+        causal documents: and_masks(causal_mask, documents(ids)).
+    Raises:
+        DtypeError, ShapeError: ids are not integers, or have another number of dimensions.
+    Source: Raffel et al. 2020 (T5), arXiv:1910.10683, sec. 3.1.2 (packing); Dong et al. 2024,
+        arXiv:2412.05496, sec. 4.
+    """
+    of_queries = read_integers("ids", ids, 1, 2)
+    of_keys = of_queries if kv_ids is None else read_integers("kv_ids", kv_ids, 1, 2)
+    rows = [t[None] if t.dim() == 1 else t for t in (of_queries, of_keys)]
+    return document_mod(documents_of(*rows), None)
+
+
+def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:
+    """A query sees the keys of its own document; documents lie one after the other.
+
+        start[q_idx] <= kv_idx < stop[q_idx]
+
+    Args:
+        cu_seqlens: [documents + 1] integers, cumulative lengths from 0; lengths may be 0.
+    Returns:
+        mask_mod that captures the key range of each query, [S] int32. Tokens after the last
+        document see nothing.
+    Raises:
+        DtypeError, ShapeError, OptionError: no cumulative lengths.
+    Source: as `documents`; cu_seqlens as in FlashAttention's variable-length functions.
+    """
+    cu = read_integers("cu_seqlens", cu_seqlens, 1)
+    length = int(cu[-1]) if cu.numel() else 0
+    return packed_mod(*packed_documents(cu, cu, (length, length), causal=False), None)
