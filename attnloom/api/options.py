@@ -11,7 +11,7 @@ import torch
 
 from attnloom.errors import OptionError
 from attnloom.masking.arguments import shown
-from attnloom.plan.choose import BUILT, PLANNED
+from attnloom.plan.choose import BUILT
 from attnloom.plan.problem import KernelOptions
 
 _log = logging.getLogger("attnloom")
@@ -20,8 +20,8 @@ _log = logging.getLogger("attnloom")
 class FlexKernelOptions(TypedDict, total=False):
     """Options of a call, all optional. Lower-case keys in the first group are attnloom's own.
 
-    backend: "auto" (default), "cpu", "triton", "tiled", "reference". A backend chosen here never
-        falls back.
+    backend: "auto" (default), "cpu", "gluon" (Hopper), "triton", "tiled", "reference". A backend
+        chosen here never falls back.
     exact_math: no approximate tanh or exp beyond one unit in the last place. Default False.
     deterministic: gradients bitwise equal from run to run; also switched on by
         `torch.use_deterministic_algorithms(True)`. Default False.
@@ -66,7 +66,7 @@ _TORCH_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 
 def _backend(value: object) -> str:
-    known = (*BUILT, *PLANNED)
+    known = BUILT
     if isinstance(value, str) and value in known:
         return value
     near = difflib.get_close_matches(str(value)[:64].lower(), known, 1)

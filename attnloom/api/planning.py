@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import torch
@@ -13,11 +14,13 @@ from attnloom.block_mask import BlockLists
 from attnloom.errors import UnsupportedError
 from attnloom.ir.node import BoundProgram, Program
 from attnloom.ir.passes.simplify import simplify
-from attnloom.plan.choose import candidates
+from attnloom.paged.table import PageTable
+from attnloom.plan.choose import Candidate, candidates
 from attnloom.plan.kernel_plan import KernelPlan
 from attnloom.plan.problem import KernelOptions, Problem
 from attnloom.stats import count
 
+_log = logging.getLogger("attnloom")
 _PLAN_LIMIT = 4096
 _plans: dict[tuple[object, ...], tuple[KernelPlan, Backend]] = {}
 _warned: set[str] = set()
@@ -37,6 +40,7 @@ def plan_launch(
     blocks: BlockLists | None,
     scale: float,
     options: KernelOptions,
+    table: PageTable | None = None,
 ) -> tuple[Launch, tuple[torch.Tensor, ...]]:
     """Plan a validated call; a Problem is planned once.
 
@@ -58,10 +62,12 @@ def plan_launch(
         None if mask is None else mask.program.digest,
         blocks is None,
         options,
+        table is None,
+        table is None or table.pages is None,
     )
     found = _plans.get(memo)
     if found is not None:
-        return _launch(found, score, mask, blocks, scale)
+        return _launch(found, score, mask, blocks, scale, table)
     problem = Problem(
         device=query.device,
         dtypes=(query.dtype, key.dtype, value.dtype),
@@ -71,6 +77,8 @@ def plan_launch(
         mask=None if mask is None else mask.program.digest,
         has_blocks=blocks is not None,
         options=options,
+        has_table=table is not None,
+        has_pages=table is not None and table.pages is not None,
     )
     programs = (
         _after_passes(score, options, "score"),
@@ -79,7 +87,7 @@ def plan_launch(
     for candidate in candidates(options, query.device.type, _has_compiler()):
         plan = KernelPlan(problem, candidate.backend, *programs)
         backend = registry.load(candidate.backend)
-        launch, tensors = _launch((plan, backend), score, mask, blocks, scale)
+        launch, tensors = _launch((plan, backend), score, mask, blocks, scale, table)
         reason = backend.unsupported(launch.call(query, key, value, tensors))
         if reason is None:
             _announce(candidate.warning)
@@ -87,7 +95,7 @@ def plan_launch(
                 _plans.clear()
             _plans[memo] = (plan, backend)
             return launch, tensors
-        _reject(candidate.backend, reason, options)
+        _reject(candidate, reason, options)
     raise UnsupportedError(f"no backend can run this problem: {reason}")
 
 
@@ -97,6 +105,7 @@ def _launch(
     mask: BoundProgram | None,
     blocks: BlockLists | None,
     scale: float,
+    table: PageTable | None,
 ) -> tuple[Launch, tuple[torch.Tensor, ...]]:
     plan, backend = planned
     score_numbers: Numbers = ()
@@ -109,7 +118,7 @@ def _launch(
         # A mask is a comparison: nothing is differentiable in it.
         tensors += tuple(t.detach() if t.requires_grad else t for t in mask.tensors)
         mask_numbers = mask.numbers
-    launch = Launch(plan, backend, blocks, scale, score_numbers, mask_numbers, count_score)
+    launch = Launch(plan, backend, blocks, scale, score_numbers, mask_numbers, count_score, table)
     return launch, tensors
 
 
@@ -143,11 +152,12 @@ def _announce(warning: str | None) -> None:
         warnings.warn(warning, UserWarning, stacklevel=2)
 
 
-def _reject(backend: str, reason: str, options: KernelOptions) -> None:
+def _reject(candidate: Candidate, reason: str, options: KernelOptions) -> None:
     """Raise if the caller chose this backend; else say why the next one is tried."""
+    why = f"backend '{candidate.backend}' cannot run this: {reason}"
     if options.backend != "auto":
-        raise UnsupportedError(
-            f"backend '{backend}' cannot run this: {reason} "
-            "Use backend='auto' to let attnloom choose."
-        )
-    _announce(f"backend '{backend}' cannot run this: {reason} A slower backend runs it instead.")
+        raise UnsupportedError(f"{why} Use backend='auto' to let attnloom choose.")
+    if candidate.special:
+        _log.info("%s The next backend runs it.", why)
+    else:
+        _announce(f"{why} A slower backend runs it instead.")

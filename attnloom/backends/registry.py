@@ -11,6 +11,7 @@ import torch
 
 from attnloom.block_mask import BlockLists
 from attnloom.ir.node import BoundProgram
+from attnloom.paged.table import PageTable
 from attnloom.plan.problem import KernelOptions
 
 
@@ -23,6 +24,10 @@ class AttentionCall:
     score, mask: traced mods, None where there is none.
     blocks: live tiles; None means that every tile is full.
     scale: multiplies query @ key^T before the score_mod.
+    table: how long each sequence is and, with pages, where its keys lie: key and value are then
+        [num_pages, Hkv, page_size, D]. Query row i of batch entry b stands at position
+        lengths[b] - counts[b] + i, for score, mask and blocks alike; blocks are those of whole
+        sequences. No gradients. None: query row i stands at position i.
     """
 
     query: torch.Tensor
@@ -33,6 +38,22 @@ class AttentionCall:
     blocks: BlockLists | None
     scale: float
     options: KernelOptions
+    table: PageTable | None = None
+
+    @property
+    def kv_len(self) -> int:
+        """Keys of a sequence at most: KV_LEN, or what its pages hold."""
+        table = self.table
+        if table is None:
+            return self.key.size(2)
+        held = self.key.size(2) if table.pages is None else table.pages.size(1) * table.page_size
+        return min(held, table.max_length)
+
+    @property
+    def kv_batch(self) -> int:
+        """B, or 1 where all batch entries share one key and value."""
+        paged = self.table is not None and self.table.pages is not None
+        return self.query.size(0) if paged else self.key.size(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +101,7 @@ class Backend(Protocol):
 # name -> module and class; imported when first used, so that one backend never pays for another.
 BACKENDS: dict[str, tuple[str, str]] = {
     "cpu": ("attnloom.backends.cpu.launch", "CpuBackend"),
+    "gluon": ("attnloom.backends.gluon.launch", "GluonBackend"),
     "triton": ("attnloom.backends.triton.launch", "TritonBackend"),
     "tiled": ("attnloom.backends.tiled", "TiledBackend"),
 }

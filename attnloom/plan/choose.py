@@ -18,16 +18,20 @@ NO_FUSED_KERNEL = (
     "attnloom has no fused kernel for {device} here ({why}), so attention runs as tiled torch "
     "operators: memory stays linear in the sequence length, speed is far below a fused kernel's."
 )
-BUILT = ("auto", "cpu", "triton", "tiled", "reference")
-PLANNED = ("gluon",)
+BUILT = ("auto", "cpu", "gluon", "triton", "tiled", "reference")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend to try. `warning` is shown once a process when it is the one that runs."""
+    """A backend to try.
+
+    warning: shown once a process when it is the one that runs.
+    special: for few devices, so that passing over it is worth a line of the log and no warning.
+    """
 
     backend: str
     warning: str | None = None
+    special: bool = False
 
 
 def candidates(
@@ -40,22 +44,17 @@ def candidates(
     Returns:
         at least one candidate; exactly one when the caller chose the backend.
     Raises:
-        UnsupportedError: the chosen backend is not built, or is for another kind of device.
+        UnsupportedError: the chosen backend is for another kind of device.
     """
     chosen = options.backend
-    if chosen in PLANNED:
-        raise UnsupportedError(
-            f"backend '{chosen}' is not built yet. Use one of "
-            f"{', '.join(repr(b) for b in BUILT)}; 'auto' lets attnloom choose."
-        )
     if chosen == "cpu" and device_type != "cpu":
         raise UnsupportedError(
             f"backend 'cpu' runs on CPU tensors; query is on a {device_type} device. "
             "Use backend='tiled', or 'auto' to let attnloom choose."
         )
-    if chosen == "triton" and not _has_triton():
+    if chosen in ("triton", "gluon") and not _has_triton():
         raise UnsupportedError(
-            "backend 'triton' needs the package triton, which is not installed here. Run "
+            f"backend '{chosen}' needs the package triton, which is not installed here. Run "
             "'pip install triton' (Linux), or use backend='auto' to let attnloom choose."
         )
     if chosen != "auto":
@@ -63,7 +62,7 @@ def candidates(
     if device_type == "meta":
         return (Candidate("tiled"),)  # shapes only: nothing is run
     if device_type == "cuda" and _has_triton():
-        return (Candidate("triton"), Candidate("tiled"))
+        return (Candidate("gluon", special=True), Candidate("triton"), Candidate("tiled"))
     if device_type != "cpu":
         why = "triton is not installed" if device_type == "cuda" else "it has CUDA and CPU kernels"
         return (Candidate("tiled", NO_FUSED_KERNEL.format(device=device_type, why=why)),)

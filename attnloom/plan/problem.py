@@ -13,7 +13,7 @@ from attnloom.ir.node import DType
 class KernelOptions:
     """What `kernel_options` may say to attnloom, after validation.
 
-    backend: "auto", "cpu", "triton", "tiled" (torch operators), "reference", later "gluon".
+    backend: "auto", "cpu", "gluon" (Hopper), "triton", "tiled" (torch operators), "reference".
         An explicitly chosen backend never falls back.
     exact_math: no approximate tanh or exp beyond one unit in the last place of the type.
     deterministic: gradients are bitwise equal from run to run.
@@ -39,6 +39,7 @@ class Problem:
     head_dim, value_dim: D and Dv.
     score, mask: digests of the traced mods, None where there is none.
     has_blocks: a BlockMask was given; without one every tile is full.
+    has_table, has_pages: a PageTable was given; its keys and values lie in pages.
     """
 
     device: torch.device
@@ -49,6 +50,8 @@ class Problem:
     mask: str | None
     has_blocks: bool
     options: KernelOptions
+    has_table: bool = False
+    has_pages: bool = False
 
 
 def compute_type(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> DType:

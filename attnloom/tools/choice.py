@@ -21,6 +21,7 @@ from attnloom.tools.setting import Setting
 
 _WHAT = {
     "cpu": "fused C++ kernels, compiled for this machine on first use",
+    "gluon": "fused kernels for Hopper (TMA, warp-specialised), written in Gluon",
     "triton": "fused Triton kernels",
     "tiled": "tiled torch operators: linear memory, no compiler, several times slower than fused",
 }

@@ -166,14 +166,23 @@ def number_index(program: Program, slot: int) -> int:
 class Writer:
     """Writes the functions of one program under a common prefix."""
 
+    deepest = 2  # the level of `body`
+
     def __init__(self, program: Program, prefix: str, target: Target) -> None:
         self.program = program
         self.prefix = prefix
         self.target = target
-        self.levels = [_level(a) for a in program.axes]
-        needed = _uses_across(program, self.levels)
-        self.head = [i for i in needed if self.levels[i] == 0]
-        self.row = [i for i in needed if self.levels[i] == 1]
+        self.levels = [self.level_of(a) for a in program.axes]
+        self.across = _uses_across(program, self.levels, self.deepest)
+        self.head = [i for i in self.across if self.levels[i] == 0]
+        self.row = [i for i in self.across if self.levels[i] == 1]
+
+    @staticmethod
+    def level_of(axes: Axes) -> int:
+        """0: head, 1: row, 2: column or score."""
+        if axes & Axes.KV:
+            return 2
+        return 1 if axes & Axes.Q else 0
 
     def text(self, outputs: tuple[int, ...], inputs: str) -> str:
         return "\n\n".join(
@@ -194,12 +203,15 @@ class Writer:
 
     def _function(self, name, params, lines, results, single=False) -> str:
         # an empty tuple is not a Triton value, so that there is always one element
+        names = [self._name(i) for i in results]
+        result = names[0] if single else "(" + "".join(n + ", " for n in names or ["0"]) + ")"
+        return self._define(name, params, [*lines, f"return {result}"])
+
+    def _define(self, name: str, params: str, lines: list[str]) -> str:
         if self.target.wide:
             positions = [p for p in ("b", "h", "q", "kv") if p in params.split(", ")]
             lines = [f"{p} = tl.cast({p}, tl.int64)" for p in positions] + lines
-        names = [self._name(i) for i in results]
-        result = names[0] if single else "(" + "".join(n + ", " for n in names or ["0"]) + ")"
-        body = "\n".join("    " + line for line in [*lines, f"return {result}"])
+        body = "\n".join("    " + line for line in lines)
         return f"@triton.jit\ndef {self.prefix}_{name}({params}):\n{body}\n"
 
     def _unpack(self, level: str) -> list[str]:
@@ -289,22 +301,30 @@ class Writer:
         if node.op == "input":
             return str(node.attr)
         if node.op == "const":
-            return _literal(node)
+            return self.literal(node)
         if node.op == "number":
             at = number_index(self.program, int(node.attr))  # type: ignore[call-overload]
             integer = "dm.whole(args, {0})" if self.target.wide else "dm.whole32(args, {0})"
             return _NUMBERS.get(node.dtype, integer).format(at)
         return f"v{i}"
 
+    @staticmethod
+    def typed(value: str, dtype: str) -> str:
+        """A scalar of a Triton type: a bare literal among literals would be taken as float32."""
+        return f"tl.full((), {value}, {dtype})"
 
-def _level(axes: Axes) -> int:
-    """0: head, 1: row, 2: column or score."""
-    if axes & Axes.KV:
-        return 2
-    return 1 if axes & Axes.Q else 0
+    def literal(self, node: Node) -> str:
+        value = node.attr
+        if isinstance(value, bool):
+            return self.typed(str(int(value)), "tl.int1")
+        if node.dtype.is_float:
+            number = float(value)  # type: ignore[arg-type]
+            text = repr(number) if math.isfinite(number) else f"float('{number!r}')"
+            return self.typed(text, "tl.float64") if node.dtype is DType.F64 else text
+        return repr(int(value))  # type: ignore[call-overload]
 
 
-def _uses_across(program: Program, levels: list[int]) -> list[int]:
+def _uses_across(program: Program, levels: list[int], deepest: int) -> list[int]:
     """Nodes that a deeper level reads, and that are worth a register.
 
     Steps of a reduction are written where the reduction is, which may be at the deepest level."""
@@ -313,23 +333,11 @@ def _uses_across(program: Program, levels: list[int]) -> list[int]:
         for i, node in enumerate(program.nodes)
         for a in node.args
         if levels[i] > levels[a] or program.axes[i] & _R_AXES
-    } | {o for o in program.outputs if levels[o] < 2}
+    } | {o for o in program.outputs if levels[o] < deepest}
     leaves = ("input", "const", "number")
     return sorted(
         i for i in used if program.nodes[i].op not in leaves and not program.axes[i] & _R_AXES
     )
-
-
-def _literal(node: Node) -> str:
-    value = node.attr
-    if isinstance(value, bool):
-        return f"tl.full((), {int(value)}, tl.int1)"
-    if node.dtype.is_float:
-        number = float(value)  # type: ignore[arg-type]
-        text = repr(number) if math.isfinite(number) else f"float('{number!r}')"
-        # a bare literal among literals would be taken as float32
-        return f"tl.full((), {text}, tl.float64)" if node.dtype is DType.F64 else text
-    return repr(int(value))  # type: ignore[call-overload]
 
 
 _HEADER = """import triton

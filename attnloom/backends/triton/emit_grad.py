@@ -119,24 +119,17 @@ class _GradWriter(Writer):
             (
                 self._function("head", "args, b, h", self._hoisted(0), self.head),
                 self._function("row", "args, head, b, h, q", head + self._hoisted(1), self.row),
-                self._plain("begin", "ROWS: tl.constexpr", [f"return {self._tuple(zeros)}"]),
-                self._plain(
+                self._define("begin", "ROWS: tl.constexpr", [f"return {self._tuple(zeros)}"]),
+                self._define(
                     "body",
                     f"{signature}, kv, score, dscore, sums",
                     [*body, f"return {', '.join(results)}"],
                 ),
-                self._plain(
+                self._define(
                     "flush", f"{signature}, sums, pid", head + row + self._flush() or ["pass"]
                 ),
             )
         )
-
-    def _plain(self, name: str, params: str, lines: list[str]) -> str:
-        if self.target.wide:
-            wide = [p for p in ("b", "h", "q", "kv") if p in params.split(", ")]
-            lines = [f"{p} = tl.cast({p}, tl.int64)" for p in wide] + lines
-        body = "\n".join("    " + line for line in lines)
-        return f"@triton.jit\ndef {self.prefix}_{name}({params}):\n{body}\n"
 
     @staticmethod
     def _tuple(names: list[str]) -> str:

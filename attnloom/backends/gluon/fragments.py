@@ -1,0 +1,64 @@
+"""Fragments of Gluon kernels: how a user's mods enter them.
+
+    head(args, b, h) -> tuple                   what depends on b and h: scalars
+    row(args, head, b, h, q) -> tuple           what depends on q: q and values are vectors
+    column(args, head, b, h, kv) -> tuple       what depends on kv: likewise
+    body(args, head, row, column, b, h, q, kv, [score,] QX) -> score or bool
+                                                the rest, of the shape and layout of the scores
+
+`args` is what `backends.triton.arguments.bind` makes of a bound program. Scores have a layout L of
+two dimensions; QX is the axis that a vector of queries gains to become one of them:
+
+    scores [queries, keys]   QX = 1   q in SliceLayout(1, L), kv in SliceLayout(0, L)
+    scores [keys, queries]   QX = 0   q in SliceLayout(0, L), kv in SliceLayout(1, L)
+
+q and kv are passed as vectors everywhere; `body` expands them and what `row` and `column` gave. Any
+of the tuples may be taken once and used for many tiles: `head` for a pair (b, h), `row` for a tile
+of queries, `column` for one of keys. All functions are elementwise but for loads by pointers, so
+that they run in any warp, on vectors in any layout. They are `triton.jit` functions, which Gluon
+compiles with its own semantics; a tuple without values has one element that is never used.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+from attnloom.backends.gluon import emit
+from attnloom.backends.triton.emit import Target
+from attnloom.backends.triton.fragments import load_module
+from attnloom.ir.node import Program
+
+PARTS = ("head", "row", "column", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The four jit functions of one mod."""
+
+    head: JITFunction
+    row: JITFunction
+    column: JITFunction
+    body: JITFunction
+
+    def fields(self, prefix: str) -> dict[str, Any]:
+        """Fields SCORE_HEAD, SCORE_ROW ... (or MASK_*) of a kernel's configuration."""
+        return {f"{prefix}_{part.upper()}": getattr(self, part) for part in PARTS}
+
+
+@functools.lru_cache(maxsize=1024)
+def score_fragment(program: Program, target: Target) -> Fragment:
+    return _fragment("score", emit.emit_score(program, target))
+
+
+@functools.lru_cache(maxsize=1024)
+def mask_fragment(program: Program, target: Target) -> Fragment:
+    return _fragment("mask", emit.emit_mask(program, target))
+
+
+def _fragment(prefix: str, text: str) -> Fragment:
+    module = load_module(text)
+    return Fragment(*(getattr(module, f"{prefix}_{part}") for part in PARTS))

@@ -1,0 +1,77 @@
+"""Which devices, versions and problems the Gluon kernels take. Imports nothing of Gluon.
+
+Gluon is experimental: its functions change between minor versions of Triton, so that kernels run
+with versions they were compiled and measured with, and no other.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+
+import torch
+
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton.arguments import takes_descriptor
+
+MAX_HEAD_DIM = 256
+_TESTED = ((3, 6),)
+_ARCH = (9, 0)
+_DTYPES = (torch.float16, torch.bfloat16)
+_POSITIONS = 2**31 - 256  # row and key numbers of the last tile fit int32
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Why no call of this kind (device, dtypes, head dimensions, options) can run."""
+    query, key, value = call.query, call.key, call.value
+    why = _device(query.device) or _version()
+    if why is not None:
+        return why
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
+        return (
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; the kernels "
+            "take one of float16 and bfloat16 for all three."
+        )
+    for name, tensor in (("query", query), ("value", value)):
+        if not 1 <= tensor.size(3) <= MAX_HEAD_DIM:
+            return (
+                f"{name} has head dimension {tensor.size(3)}; the kernels take 1 to {MAX_HEAD_DIM}."
+            )
+    return None
+
+
+def call_refusal(call: AttentionCall) -> str | None:
+    """Why this call cannot run though its kind can: what planning does not see."""
+    for name in ("query", "key", "value"):
+        tensor = getattr(call, name)
+        if not takes_descriptor(tensor) or (tensor.stride(3) != 1 and tensor.size(3) > 1):
+            return (
+                f"TMA cannot read {name}, whose strides are {tuple(tensor.stride())} elements: "
+                "rows must start at multiples of 16 bytes, with neighbouring elements in a row "
+                "and no expanded dimension. Pass a contiguous copy."
+            )
+        if tensor.size(2) > _POSITIONS:
+            return f"{name} has {tensor.size(2)} rows (the kernels take {_POSITIONS})."
+    return None
+
+
+@functools.cache
+def _device(device: torch.device) -> str | None:
+    needed = "the kernels are for NVIDIA GPUs of compute capability 9.0 (Hopper)."
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"query is on {device}; {needed}"
+    found = torch.cuda.get_device_capability(device)
+    if found != _ARCH:
+        return f"{device} has compute capability {found[0]}.{found[1]}; {needed}"
+    return None
+
+
+@functools.cache
+def _version() -> str | None:
+    found = importlib.metadata.version("triton")
+    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
+    if numbers in _TESTED:
+        return None
+    tested = ", ".join(".".join(map(str, v)) for v in _TESTED)
+    return f"triton {found} is installed; the kernels were tested with {tested}."

@@ -1,0 +1,64 @@
+"""The Gluon backend: warp-specialised kernels for Hopper GPUs.
+
+A call whose kind these kernels take may still be one that they do not: strides that TMA cannot
+read, or few queries against many keys, for which the Triton backend splits the keys. Under "auto"
+the Triton backend then runs that call; a backend chosen by name refuses it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from attnloom.backends.gluon import gate
+from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients, load
+from attnloom.errors import UnsupportedError
+
+_log = logging.getLogger("attnloom")
+_said: set[str] = set()
+
+
+class GluonBackend:
+    """Fused attention in Gluon kernels; see `registry.Backend`."""
+
+    name = "gluon"
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        return gate.refusal(call)
+
+    def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
+        from attnloom.backends.gluon import launch_forward
+
+        why = gate.call_refusal(call) or launch_forward.refusal(call)
+        if why is not None:
+            return self._other(call, why).forward(call, want_max_scores)
+        with torch.cuda.device(call.query.device):
+            return launch_forward.forward(call, want_max_scores)
+
+    def backward(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> Gradients:
+        from attnloom.backends.gluon import launch_backward
+
+        why = gate.call_refusal(call) or launch_backward.refusal(call)
+        if why is not None:
+            return self._other(call, why).backward(call, out, lse, dout, dlse)
+        with torch.cuda.device(call.query.device):
+            return launch_backward.backward(call, out, lse, dout, dlse)
+
+    def _other(self, call: AttentionCall, why: str):
+        """The Triton backend; an error if this one was asked for."""
+        if call.options.backend != "auto":
+            raise UnsupportedError(
+                f"backend 'gluon' cannot run this: {why} Use backend='auto' to let attnloom choose."
+            )
+        if why not in _said:
+            _said.add(why)
+            _log.info("backend 'gluon' cannot run this: %s The next backend runs it.", why)
+        return load("triton")
