@@ -15,6 +15,7 @@ Sizes = tuple[int, ...]
 _INT32 = 2**31 - 1
 _FAR_ROWS = 1 << 22
 _TMA_BYTES = 16  # alignment of addresses and strides that a TMA descriptor asks for
+TMA_BOX_BYTES = 128  # alignment in shared memory: a smaller box misaligns the next stage's
 
 
 def bind(bound: BoundProgram | None) -> tuple[object, ...]:
@@ -117,6 +118,7 @@ def blank_descriptors(tensor: torch.Tensor, rows: int, chunks: tuple[int, int, i
     for chunk in chunks:
         blank: Any = 0
         if chunk:
+            assert rows * chunk * tensor.element_size() >= TMA_BOX_BYTES
             blank = TensorDescriptor(tensor, shape, stride, [1, 1, rows, chunk])
             blank.base = None
         found.append(blank)

@@ -36,7 +36,7 @@ def _row_values(stats, pos, row, WHICH: tl.constexpr, cfg: tl.constexpr):
     by TMA none."""
     bh, num_heads, pitch = pos
     line = bh + WHICH * num_heads
-    if cfg.USE_TMA:
+    if cfg.STATS_BY_TMA:
         return stats.load([line, row])
     else:
         # said by arithmetic that rows are aligned, see tiles.py

@@ -8,40 +8,12 @@ only be met in lanes that a mask or a `where` discards.
 import triton
 import triton.language as tl
 
+from attnloom.backends.triton.unpack import double, real, whole, whole32
+
+__all__ = ["double", "real", "whole", "whole32"]  # for fragments, beside what follows
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def whole(values, i):
-    """The integer that `packed.pack_int` put at values[i], values[i + 1] and values[i + 2]."""
-    high = tl.cast(values[i], tl.int64) * 16777216 + tl.cast(values[i + 1], tl.int64)
-    return high * 16777216 + tl.cast(values[i + 2], tl.int64)
-
-
-@triton.jit
-def whole32(values, i):
-    """`whole` for a value known to fit 32 bits."""
-    return tl.cast(values[i + 1], tl.int32) * 16777216 + tl.cast(values[i + 2], tl.int32)
-
-
-@triton.jit
-def double(values, i):
-    """The float64 that `packed.pack_double` put at values[i], values[i + 1] and values[i + 2]."""
-    return (
-        tl.cast(values[i], tl.float64)
-        + tl.cast(values[i + 1], tl.float64)
-        + tl.cast(values[i + 2], tl.float64)
-    )
-
-
-@triton.jit
-def real(values, i, ACC: tl.constexpr):
-    """A packed real number in the type of scores."""
-    if tl.float64 == ACC:
-        return double(values, i)
-    else:
-        return tl.cast(values[i], ACC)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from attnloom.backends.triton import configs, emit, emit_grad
-from attnloom.backends.triton.arguments import is_aligned
+from attnloom.backends.triton.arguments import TMA_BOX_BYTES, is_aligned
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.fields import (
     fragment_fields,
@@ -52,6 +52,7 @@ class BackwardConfig(KernelConfig):
     HAS_MASK: bool
     MAY_MASK: bool
     USE_TMA: bool
+    STATS_BY_TMA: bool
     ALIGNED: bool
     OUT_ALIGNED: bool
     PRECISION: str
@@ -129,6 +130,7 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
         HAS_MASK=call.mask is not None,
         MAY_MASK=call.mask is not None or has_tail,
         USE_TMA=operands.uses_tma,
+        STATS_BY_TMA=stats_by_tma(operands, tile),
         ALIGNED=all(is_aligned(t) for t in operands.inputs),
         OUT_ALIGNED=operands.results_aligned,
         PRECISION=precision_of(call, dtype),
@@ -139,6 +141,12 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
         WANT_DV=role.want_dv,
         **_fragments(operands, role),
     )
+
+
+def stats_by_tma(operands: Operands, tile: configs.Tile) -> bool:
+    """Whether the key kernel reads row statistics by TMA: what a step reads must fill the 128 bytes
+    that TMA aligns to, or the second stage of a pipeline faults."""
+    return operands.uses_tma and tile.tile_m * operands.real.itemsize >= TMA_BOX_BYTES
 
 
 def _fragments(operands: Operands, role: Role) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from attnloom.backends.triton.arguments import bind, descriptors, is_aligned, st
 from attnloom.backends.triton.backward import delta_kernel
 from attnloom.backends.triton.captured import Captured
 from attnloom.backends.triton.fields import triton_type
-from attnloom.backends.triton.fields_backward import DeltaConfig, Role
+from attnloom.backends.triton.fields_backward import DeltaConfig, Role, stats_by_tma
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import work_lists
 from attnloom.backends.triton.operands import Operands
@@ -81,7 +81,7 @@ _DELTA_LIMIT = 4096
 def _row_statistics(operands: Operands) -> torch.Tensor:
     """`stats` of backward.py, [2 * B * Hq, PITCH]."""
     batch, heads, q_len, _ = operands.dout.shape
-    pitch = pitch_of(q_len)
+    pitch = pitch_of(operands)
     stats = torch.empty(2 * batch * heads, pitch, dtype=operands.real, device=operands.query.device)
     pair, lse = (operands.out, operands.dout), operands.lse
     launch = _delta.get(operands.signature)
@@ -97,7 +97,7 @@ def _row_statistics(operands: Operands) -> torch.Tensor:
 
 
 def _prepare_delta(operands: Operands) -> Launcher:
-    batch, heads, q_len, width = operands.dout.shape
+    batch, heads, _, width = operands.dout.shape
     config = DeltaConfig(
         TILE_M=_DELTA_ROWS,
         CHUNK=min(_DELTA_COLUMNS, max(16, triton.next_power_of_2(width))),
@@ -107,7 +107,7 @@ def _prepare_delta(operands: Operands) -> Launcher:
         ALIGNED=is_aligned(operands.out) and is_aligned(operands.dout),
         ACC=triton_type(operands.real),
     )
-    grid = pitch_of(q_len) // _DELTA_ROWS * batch * heads
+    grid = pitch_of(operands) // _DELTA_ROWS * batch * heads
     return Launcher(delta_kernel, config, grid, {"num_warps": 4})
 
 
@@ -178,7 +178,7 @@ def _run_keys(
                 for t in (dk, dv)
             )
         lines: object = stats
-        if operands.uses_tma:
+        if stats_by_tma(operands, ready.tile):
             box = [1, ready.tile.tile_m]
             lines = TensorDescriptor(stats, list(stats.shape), list(stats.stride()), box)
         ready.launch(

@@ -31,7 +31,7 @@ from attnloom.backends.triton.fields import (
 )
 from attnloom.backends.triton.forward import forward_kernel
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
-from attnloom.backends.triton.lists import work_lists
+from attnloom.backends.triton.lists import covering, work_lists
 from attnloom.backends.triton.packed import pack_double, pack_ints
 
 _NO_LISTS = (0.0,) * 8
@@ -158,7 +158,7 @@ def _blanks(
 
 def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
     query, key, value, blocks = call.query, call.key, call.value, call.blocks
-    limit_m, limit_n = _covering(query.size(2)), _covering(key.size(2))
+    limit_m, limit_n = covering(query.size(2)), covering(key.size(2))
     if blocks is not None:
         limit_m, limit_n = min(limit_m, blocks.q_block), min(limit_n, blocks.kv_block)
     shape = configs.Shape(
@@ -170,11 +170,6 @@ def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
         num_rows=query.size(0) * query.size(1) * query.size(2),
     )
     return configs.forward_tiles(configs.device_of(query.device), shape)
-
-
-def _covering(length: int) -> int:
-    """The smallest tile side that covers a length."""
-    return max(16, 1 << (length - 1).bit_length())
 
 
 def _heads_together(call: AttentionCall, device: configs.Device) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,24 @@ class GroupLists:
     entries: torch.Tensor
     offsets: torch.Tensor
     steps: tuple[float, ...]
+
+
+def fitted(blocks: BlockLists) -> BlockLists:
+    """The same lists with blocks that overhang a length by less than the length itself: what lies
+    beyond is computed for nothing. A block so large is the only one, so that entries stay."""
+    q_block, kv_block = blocks.q_block, blocks.kv_block
+    if q_block < 2 * blocks.q_len and kv_block < 2 * blocks.kv_len:
+        return blocks
+    return replace(
+        blocks,
+        q_block=min(q_block, covering(blocks.q_len)),
+        kv_block=min(kv_block, covering(blocks.kv_len)),
+    )
+
+
+def covering(length: int) -> int:
+    """The smallest tile side that covers a length."""
+    return max(16, 1 << (length - 1).bit_length())
 
 
 _cache: dict[tuple[object, ...], Any] = {}

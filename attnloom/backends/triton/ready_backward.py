@@ -13,6 +13,7 @@ from attnloom.backends.triton.backward_rows import row_kernel
 from attnloom.backends.triton.fields import operand_type, overhanging_block
 from attnloom.backends.triton.fields_backward import Role, backward_config
 from attnloom.backends.triton.launcher import Launcher
+from attnloom.backends.triton.lists import covering
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_ints
 
@@ -82,7 +83,7 @@ def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> 
 def shape_class(operands: Operands) -> configs_backward.Shape:
     blocks = operands.call.blocks
     query, key, value = operands.query, operands.key, operands.value
-    limit_m, limit_n = _covering(query.size(2)), _covering(key.size(2))
+    limit_m, limit_n = covering(query.size(2)), covering(key.size(2))
     if blocks is not None:
         limit_m, limit_n = min(limit_m, blocks.q_block), min(limit_n, blocks.kv_block)
     return configs_backward.Shape(
@@ -101,14 +102,12 @@ def both_fit(operands: Operands) -> bool:
     return shape.width <= (widest // 2 if shape.multiply_adds else widest)
 
 
-def pitch_of(q_len: int) -> int:
-    """Q_LEN in whole tiles of every size."""
-    return -(-q_len // _LARGEST_STEP) * _LARGEST_STEP
-
-
-def _covering(length: int) -> int:
-    """The smallest tile side that covers a length."""
-    return max(16, 1 << (length - 1).bit_length())
+def pitch_of(operands: Operands) -> int:
+    """Q_LEN in whole tiles of every size, and in whole blocks: key tiles step through all of one,
+    also where it overhangs the last query."""
+    blocks, q_len = operands.call.blocks, operands.query.size(2)
+    unit = _LARGEST_STEP if blocks is None else max(_LARGEST_STEP, blocks.q_block)
+    return -(-q_len // unit) * unit
 
 
 def _offsets(operands: Operands) -> tuple[int, int]:
@@ -132,7 +131,7 @@ def _prepare_rows(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
         0 if key.size(0) == 1 else 1,
         _together(operands, key.size(2)) * group,
         overhanging_block(operands.call),
-        pitch_of(q_len),
+        pitch_of(operands),
     )
     config = backward_config(operands, tile, role)
     launch = Launcher(row_kernel, config, num_tiles * batch * heads, tile.options)
@@ -164,7 +163,7 @@ def _prepare_keys(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
         parts,
         owners,
         kv_batch,
-        pitch_of(q_len),
+        pitch_of(operands),
     )
     config = backward_config(operands, tile, role)
     launch = Launcher(key_kernel, config, num_tiles * owners, tile.options)
