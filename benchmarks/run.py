@@ -16,6 +16,7 @@ from benchmarks import rows as rows_module
 from benchmarks import tables
 from benchmarks.cases import DTYPES
 from benchmarks.contenders import CONTENDERS, DEFAULT_PEERS
+from benchmarks.gpu_peers import GPU_PEERS
 from benchmarks.rows import Row
 from benchmarks.suites import SUITES, Selection
 from benchmarks.verdict import judge
@@ -28,11 +29,12 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     selection = Selection(
         ours=args.ours,
-        peers=tuple(peer for peer in args.peers if peer != args.ours),
+        peers=tuple(p for p in args.peers or DEFAULT_PEERS if p in CONTENDERS and p != args.ours),
         dtypes=tuple(args.dtypes),
         cases=tuple(args.cases),
         all_sizes=args.all_sizes,
         budget_s=args.budget,
+        gpu_peers=tuple(p for p in args.peers or GPU_PEERS if p in GPU_PEERS),
     )
     head = rows_module.header(args.ours)
     print(tables.machine_line(head), flush=True)
@@ -60,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--suite", action="append", choices=sorted(SUITES), required=True)
-    parser.add_argument("--peers", nargs="*", choices=sorted(CONTENDERS), default=DEFAULT_PEERS)
+    peers = sorted({*CONTENDERS, *GPU_PEERS} - {"attnloom"})
+    parser.add_argument("--peers", nargs="*", choices=peers, help="default: all that know a case")
     parser.add_argument("--ours", choices=sorted(CONTENDERS), default="attnloom")
     parser.add_argument("--cases", nargs="*", default=[], help="substrings of case names")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["fp32", "bf16"])

@@ -31,6 +31,7 @@ class Selection:
     cases: tuple[str, ...] = ()
     all_sizes: bool = False
     budget_s: float = 4.0
+    gpu_peers: tuple[str, ...] = ()
 
     def keeps(self, name: str) -> bool:
         return not self.cases or any(part in name for part in self.cases)
@@ -85,8 +86,9 @@ SUITES: dict[str, Callable[[Selection], Iterator[Row]]] = {
     "errors": lambda selection: accuracy.errors_suite(
         selection.ours, selection.peers, selection.dtypes, selection.keeps
     ),
-    "gpu": lambda selection: gpu.gpu_suite(selection.keeps),
-    "decode": lambda selection: gpu.decode_suite(selection.keeps),
+    "gpu": lambda selection: gpu.gpu_suite(selection.keeps, selection.gpu_peers),
+    "decode": lambda selection: gpu.decode_suite(selection.keeps, selection.gpu_peers),
+    "scaling": lambda selection: gpu.scaling_suite(selection.keeps, selection.gpu_peers),
 }
 
 
