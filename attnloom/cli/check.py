@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 
 from attnloom.cli import mods
@@ -36,15 +37,21 @@ def _text(found) -> Iterator[str]:
         f"{s.q_len} / {s.kv_len}, head_dim {s.head_dim}, {dtype_name(s.dtype)} on {s.device}, seed "
         f"{found.seed}"
     )
+    yield from (f"  {note}" for note in s.notes)
     rows: list[tuple[str, ...]] = [
         ("", "max error", "allowed", "mean error", "allowed", "gain - 1", "")
     ]
     for r in found.results:
         mine, most = r.errors, r.allowed
         numbers = (mine.largest, most.largest, mine.mean, most.mean, mine.gain - 1)
-        rows.append((r.name, *(f"{x:.1e}" for x in numbers), "ok" if r.passed else "WRONG"))
+        rows.append((r.name, *(_shown(x) for x in numbers), "ok" if r.passed else "WRONG"))
     yield table(rows)
     yield from (f"  {r.name}: {r.problem}" for r in found.results if not r.passed)
     if found.out_of_range:
         yield f"  {found.out_of_range}"
     yield "passed: as accurate as the error budget asks" if found.passed else "FAILED"
+
+
+def _shown(number: float) -> str:
+    """A dash where there is nothing to compare: no limit, or no gain."""
+    return f"{number:.1e}" if math.isfinite(number) else "-"

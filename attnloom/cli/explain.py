@@ -41,6 +41,7 @@ def _text(found, with_program: bool) -> Iterator[str]:
         f"query [{s.batch}, {s.heads}, {s.q_len}, {s.head_dim}], key and value [{s.batch}, "
         f"{s.kv_heads}, {s.kv_len}, {s.head_dim}], {dtype_name(s.dtype)} on {s.device}"
     )
+    yield from (f"  {note}" for note in s.notes)
     for traced in found.mods:
         yield from ("", *_mod(traced, with_program))
     if found.gradient is not None:

@@ -21,6 +21,7 @@ _TARGET = (
     "package.module:function or path/file.py:function, a score_mod or a mask_mod; a factory with "
     "literal arguments as 'mods.py:alibi(8)'"
 )
+_TOLD = {"batch": "b", "heads": "h"}
 # Folders whose frames are not the user's code.
 _LIBRARIES = tuple(str(Path(p.__file__).parent) for p in (attnloom, torch) if p.__file__)
 
@@ -40,6 +41,10 @@ def add_problem_options(parser: argparse.ArgumentParser, defaults: dict[str, int
     ):
         default = defaults.get(name.replace("-", "_"))
         text = what if default is None else f"{what} (default: {default})"
+        if name in _TOLD:  # the tools know the default, and look at the mods first
+            default, letter = None, _TOLD[name]
+            text = f"{what} (default: as captured tensors indexed by {letter} say, else "
+            text += f"{defaults[name]})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument(
         "--block-size", type=_block_size, default=defaults["block_size"], metavar="N[,M]",

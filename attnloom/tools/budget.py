@@ -7,12 +7,20 @@
 Slacks are epsilons of the result's dtype. The mean of fewer than FEW elements says no more than
 their maximum, and eager attention may be exact there by luck: the mean is then not looked at, and
 the maximum may also be what summation in another order costs.
+
+A sum whose terms cancel is as inexact as its terms are large, however small it is itself: for
+gradients of captured tensors the errors above may also be
+
+    (slack * epsilon + float32's epsilon * sqrt(terms)) * size
+
+where size is the root of the sum of the squares of the terms (`eager.py` measures it). Where the
+oracle's own value is smaller than that, a gain says nothing and there is none.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,7 +36,8 @@ _SLACK = {  # of the maximum, of the mean
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Distance of a result from the oracle, over what the oracle has finite. gain is 1 at best."""
+    """Distance of a result from the oracle, over what the oracle has finite. gain is 1 at best, and
+    NaN where the oracle is so small that it is rounding itself."""
 
     largest: float
     mean: float
@@ -55,20 +64,52 @@ class Verdict:
         return not self.problem
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What an element of a result sums up.
+
+    number: how many terms, on average. size: root of the sum of their squares, in the result's
+        shape; None where it is not known. dtype: in which they are computed.
+    """
+
+    number: float = 1.0
+    size: torch.Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+    def noise(self) -> tuple[float, float]:
+        """What rounding of the terms may cost an element: at most, and in the mean."""
+        if self.size is None or not self.size.numel():
+            return 0.0, 0.0
+        of_max, of_mean = _SLACK[self.dtype]
+        summing = min(torch.finfo(self.dtype).eps, torch.finfo(torch.float32).eps)
+        one, all_of_them = torch.finfo(self.dtype).eps, summing * math.sqrt(max(1.0, self.number))
+        size = self.size.double()
+        return (
+            (of_max * one + all_of_them) * float(size.max()),
+            (of_mean * one + all_of_them) * float(size.mean()),
+        )
+
+
 def judge(
-    name: str, result: torch.Tensor, eager: torch.Tensor, oracle: torch.Tensor, summed: float = 1.0
+    name: str,
+    result: torch.Tensor,
+    eager: torch.Tensor,
+    oracle: torch.Tensor,
+    terms: Terms = Terms(),
 ) -> Verdict:
     """Compare a result with the oracle.
 
     Args:
         eager: the same result by eager attention in the dtype of the inputs.
-        summed: how many terms an element sums up, for results of few elements.
+        terms: what an element sums up, for results of few elements and sums that cancel.
     """
     finite = torch.isfinite(oracle)
     size = oracle[finite].abs()
     rough = _errors(eager, oracle, finite)
     mine = _errors(result, oracle, finite)
-    allowed = _allowed(size, rough, result.dtype, summed)
+    allowed = _allowed(size, rough, result.dtype, terms)
+    if math.isinf(allowed.gain):
+        mine = replace(mine, gain=math.nan)
     shape = tuple(result.shape)
     wrong = (torch.isfinite(result) != finite) | (~finite & (result.double() != oracle))
     if bool(wrong.any()):
@@ -85,7 +126,7 @@ def judge(
             ("mean error", mine.mean, allowed.mean),
             ("distance of the gain from 1", abs(mine.gain - 1), allowed.gain),
         )
-        if not value <= limit  # also true of NaN
+        if not value <= limit and not math.isinf(limit)  # also true of NaN
     ]
     return Verdict(name, shape, mine, allowed, "; ".join(found))
 
@@ -99,7 +140,7 @@ def _errors(result: torch.Tensor, oracle: torch.Tensor, finite: torch.Tensor) ->
     return Errors(float(error.max()), float(error.mean()), float(x @ y) / energy if energy else 1.0)
 
 
-def _allowed(size: torch.Tensor, rough: Errors, dtype: torch.dtype, summed: float) -> Errors:
+def _allowed(size: torch.Tensor, rough: Errors, dtype: torch.dtype, terms: Terms) -> Errors:
     if not size.numel():
         return Errors(0.0, 0.0, 0.0)
     eps = torch.finfo(dtype).eps
@@ -107,12 +148,15 @@ def _allowed(size: torch.Tensor, rough: Errors, dtype: torch.dtype, summed: floa
     few = size.numel() < FEW
     if few:
         # Rounding errors of that many terms, added in any order, grow as the square root.
-        of_max *= max(1.0, math.sqrt(summed))
+        of_max *= max(1.0, math.sqrt(terms.number))
     energy = float((size**2).sum())
     # Rounding of n alike elements moves the gain by about eps / sqrt(n).
     alike = energy**2 / float((size**4).sum()) if energy else 1.0
+    noise, mean_noise = terms.noise()
+    lost = noise / math.sqrt(energy) if energy else math.inf if noise else 0.0
+    gain = max(_GAIN, 2 * abs(rough.gain - 1)) + of_max * eps / math.sqrt(alike) + lost
     return Errors(
-        2 * rough.largest + of_max * eps * float(size.max()),
-        math.inf if few else 1.5 * rough.mean + of_mean * eps * float(size.mean()),
-        max(_GAIN, 2 * abs(rough.gain - 1)) + of_max * eps / math.sqrt(alike),
+        2 * rough.largest + max(noise, of_max * eps * float(size.max())),
+        math.inf if few else 1.5 * rough.mean + max(mean_noise, of_mean * eps * float(size.mean())),
+        math.inf if lost > 1 else gain,
     )

@@ -7,7 +7,7 @@ tracer, the passes and the kernels.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,25 @@ from attnloom.errors import ShapeError
 from attnloom.ir.node import DType
 from attnloom.masking.arguments import read_int
 from attnloom.masking.captures import map_captures
-from attnloom.tools.budget import Verdict, judge
-from attnloom.tools.eager import eager_attention
+from attnloom.tools.budget import Terms, Verdict, judge
+from attnloom.tools.eager import eager_attention, sizes_without_cancellation
 from attnloom.tools.names import named_tensors
-from attnloom.tools.setting import Mod, Progress, Setting, check_mods, make_setting, silent
+from attnloom.tools.setting import (
+    Defaults,
+    Mod,
+    Progress,
+    Setting,
+    check_mods,
+    make_setting,
+    silent,
+)
 from attnloom.trace.messages import mod_name
 from attnloom.trace.tracer import trace_score
 
 # The oracle holds every score several times over, in float64.
 MAX_SCORES = 1 << 22
+_DEFAULTS = Defaults(2, 2, MAX_SCORES)
+_LSE_WEIGHT = 0.5
 _BOUNDS = {"debug_bounds": True}
 _FIXED = ("out", "lse", "dq", "dk", "dv")
 _Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -62,8 +72,8 @@ def check_mod(
     *,
     q_len: int = 160,
     kv_len: int | None = None,
-    batch: int = 2,
-    heads: int = 2,
+    batch: int | None = None,
+    heads: int | None = None,
     kv_heads: int | None = None,
     head_dim: int = 32,
     dtype: torch.dtype | str = torch.float32,
@@ -82,7 +92,8 @@ def check_mod(
         score_mod, mask_mod: as flex_attention and create_block_mask take them. What they capture
             is used as it is and never changed.
         q_len, kv_len, batch, heads, kv_heads, head_dim, dtype, block_size, device,
-            kernel_options: as for `explain`; small, since the oracle holds every score.
+            kernel_options: as for `explain`; small, since the oracle holds every score. batch
+            and heads are 2 where no captured tensor says; what one says is cut to MAX_SCORES.
         seed: of query, key, value and the loss.
         progress: called with the name of each stage as it begins.
     Returns:
@@ -96,6 +107,7 @@ def check_mod(
     seed = read_int("seed", seed)
     setting = make_setting(
         (score_mod, mask_mod),
+        _DEFAULTS,
         q_len=q_len,
         kv_len=kv_len,
         batch=batch,
@@ -108,9 +120,10 @@ def check_mod(
     )
     if setting.num_scores > MAX_SCORES:
         raise ShapeError(
-            f"batch {batch} x heads {heads} x q_len {setting.q_len} x kv_len {setting.kv_len} are "
-            f"{setting.num_scores} scores; the oracle holds each of them, so {MAX_SCORES} are the "
-            "most. A mod that is right on a few tiles of 32 tokens is right on many."
+            f"batch {setting.batch} x heads {setting.heads} x q_len {setting.q_len} x kv_len "
+            f"{setting.kv_len} are {setting.num_scores} scores; the oracle holds each of them, so "
+            f"{MAX_SCORES} are the most. A mod that is right on a few tiles of 32 tokens is right "
+            "on many."
         )
     progress("running attnloom")
     out_of_range = ""
@@ -176,6 +189,7 @@ def _results(
     eager = of(eager_attention, mods, captured)
     progress("running the float64 oracle")
     truth = of(_oracle, wide_mods, wide_captured, torch.float64)
+    sizes = _term_sizes(setting, inputs, wide_mods, wide_captured, dout)
     # What neither depends on is no result; what one of them forgets counts as zero.
     names = [n for n in (*_FIXED, *captured) if n in mine or n in truth]
     like = dict(zip(("dq", "dk", "dv"), inputs, strict=True)) | captured
@@ -185,9 +199,26 @@ def _results(
             found[name] if name in found else torch.zeros_like(like[name])
             for found in (mine, eager, truth)
         )
-        summed = setting.num_scores / max(1, x.numel())
-        verdicts.append(judge(name, x, rough, exact.double(), summed))
+        terms = Terms(setting.num_scores / max(1, x.numel()), sizes.get(name), setting.dtype)
+        verdicts.append(judge(name, x, rough, exact.double(), terms))
     return tuple(verdicts)
+
+
+def _term_sizes(
+    setting: Setting,
+    inputs: Sequence[torch.Tensor],
+    mods: _Mods,
+    captured: dict[str, torch.Tensor],
+    dout: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The size of what each captured gradient sums up, by its name."""
+    if not captured:
+        return {}
+    wide = [x.detach().double() for x in inputs]
+    lse_weights = torch.full(dout.shape[:3], _LSE_WEIGHT, dtype=torch.float64, device=dout.device)
+    weights = (dout.double(), lse_weights)
+    found = sizes_without_cancellation(wide, mods, list(captured.values()), weights)
+    return dict(zip(captured, found, strict=True))
 
 
 def _values(
@@ -201,7 +232,7 @@ def _values(
     out, lse = attend(*leaves, *mods)
     # An empty row has lse -inf, which no loss depends on. The weight of lse is alike for all.
     reached = torch.isfinite(lse.detach())
-    weights = [dout.to(out.dtype), reached.to(lse.dtype) * 0.5]
+    weights = [dout.to(out.dtype), reached.to(lse.dtype) * _LSE_WEIGHT]
     named = {**dict(zip(("dq", "dk", "dv"), leaves, strict=True)), **captures}
     grads = torch.autograd.grad(
         (out, lse), list(named.values()), weights, allow_unused=True, retain_graph=True

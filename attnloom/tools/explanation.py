@@ -20,11 +20,20 @@ from attnloom.plan.problem import KernelOptions
 from attnloom.tools.choice import BackendChoice, choose_backend
 from attnloom.tools.formula import Statement, axis_names, statements
 from attnloom.tools.names import tensor_names
-from attnloom.tools.setting import Mod, Progress, Setting, check_mods, make_setting, silent
+from attnloom.tools.setting import (
+    Defaults,
+    Mod,
+    Progress,
+    Setting,
+    check_mods,
+    make_setting,
+    silent,
+)
 from attnloom.tools.speed import SpeedEstimate, estimate
 from attnloom.trace.messages import mod_name, mod_place
 from attnloom.trace.tracer import trace_mask, trace_score
 
+_DEFAULTS = Defaults(1, 1)
 _DSCORE = "dscore_before"
 _PICTURE_CELLS = 32
 
@@ -119,8 +128,8 @@ def explain(
     *,
     q_len: int = 2048,
     kv_len: int | None = None,
-    batch: int = 1,
-    heads: int = 1,
+    batch: int | None = None,
+    heads: int | None = None,
     kv_heads: int | None = None,
     head_dim: int = 64,
     dtype: torch.dtype | str = torch.float32,
@@ -135,7 +144,9 @@ def explain(
     Args:
         score_mod, mask_mod: as flex_attention and create_block_mask take them.
         q_len: Q_LEN in tokens. kv_len: KV_LEN, default q_len.
-        batch, heads: of query. kv_heads: of key and value, default heads.
+        batch, heads: of query; default what captured tensors say that b and h index directly
+            (`bias[h]` of length 8: 8 heads), else 1; `setting.notes` tells. kv_heads: of key and
+            value, default heads.
         head_dim: D, of value too.
         dtype: of query, key and value, or its name.
         block_size: tokens of a tile, one size or (query, key).
@@ -156,6 +167,7 @@ def explain(
     options = read_options(kernel_options)
     setting = make_setting(
         (score_mod, mask_mod),
+        _DEFAULTS,
         q_len=q_len,
         kv_len=kv_len,
         batch=batch,

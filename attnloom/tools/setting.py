@@ -11,11 +11,15 @@ import torch
 from attnloom.api.masks import create_block_mask
 from attnloom.block_mask import BlockMask
 from attnloom.errors import DtypeError, ModError, OptionError, ShapeError
+from attnloom.ir.node import DType
 from attnloom.masking.arguments import read_data_device, read_int, shown
 from attnloom.masking.captures import captured_tensors
 from attnloom.masking.lists import block_size_pair
+from attnloom.tools.lengths import AxisLength, axis_lengths
+from attnloom.tools.names import tensor_names
 from attnloom.tools.target import kind_of
 from attnloom.trace.messages import mod_name
+from attnloom.trace.tracer import trace_mask, trace_score
 
 Mod = Callable[..., Any]
 Progress = Callable[[str], None]
@@ -36,6 +40,7 @@ class Setting:
     """query [batch, heads, q_len, head_dim]; key and value [batch, kv_heads, kv_len, head_dim].
 
     block_size: (query, key) tokens of a BlockMask's tile.
+    notes: where a size was told by what the mods capture, one sentence each.
     """
 
     q_len: int
@@ -47,6 +52,7 @@ class Setting:
     dtype: torch.dtype
     block_size: tuple[int, int]
     device: torch.device
+    notes: tuple[str, ...] = ()
 
     @property
     def num_scores(self) -> int:
@@ -113,45 +119,114 @@ class Setting:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Sizes where neither the caller nor a captured tensor says: explain's and check's differ.
+
+    most_scores: heads and batch that captured tensors tell are cut until so many scores are left;
+        None: they are taken as they are.
+    """
+
+    batch: int
+    heads: int
+    most_scores: int | None = None
+
+
 def make_setting(
-    mods: tuple[Mod | None, ...],
+    mods: tuple[Mod | None, Mod | None],
+    defaults: Defaults,
     *,
     q_len: int,
     kv_len: int | None,
-    batch: int,
-    heads: int,
+    batch: int | None,
+    heads: int | None,
     kv_heads: int | None,
     head_dim: int,
     dtype: torch.dtype | str,
     block_size: int | tuple[int, int],
     device: torch.device | str | None,
 ) -> Setting:
-    """A setting from a user's values; None takes q_len, heads, and the mods' own device.
+    """A setting from a user's values; None takes q_len for kv_len, what the mods' captured tensors
+    say (else the default) for batch and heads, heads for kv_heads, and the mods' own device.
 
     Raises:
         ShapeError: a size is no positive int, or heads are no multiple of kv_heads.
         DtypeError: attention does not take the dtype. OptionError: block_size means nothing.
+        TraceError: a mod cannot be placed inside a kernel.
     """
-    sizes = {
+    given = {
         "q_len": q_len,
         "kv_len": q_len if kv_len is None else kv_len,
         "batch": batch,
         "heads": heads,
-        "kv_heads": heads if kv_heads is None else kv_heads,
+        "kv_heads": kv_heads,
         "head_dim": head_dim,
     }
-    checked = {name: _positive(name, value) for name, value in sizes.items()}
-    if checked["heads"] % checked["kv_heads"]:
+    sizes = {name: _positive(name, value) for name, value in given.items() if value is not None}
+    found = {"dtype": _dtype(dtype), "block_size": block_size_pair(block_size)}
+    where = _device(mods, device)
+    told, notes = {}, ()
+    if batch is None or heads is None:
+        told, notes = _told_sizes(mods, defaults, sizes, found["dtype"], where)
+    sizes = {"batch": defaults.batch, "heads": defaults.heads, **told, **sizes}
+    sizes.setdefault("kv_heads", sizes["heads"])
+    if sizes["heads"] % sizes["kv_heads"]:
         raise ShapeError(
-            f"heads is {heads} and kv_heads {kv_heads}; query heads must be a multiple of key "
-            "heads."
+            f"heads is {sizes['heads']} and kv_heads {sizes['kv_heads']}; query heads must be a "
+            "multiple of key heads."
         )
-    return Setting(
-        **checked,
-        dtype=_dtype(dtype),
-        block_size=block_size_pair(block_size),
-        device=_device(mods, device),
-    )
+    return Setting(**sizes, **found, device=where, notes=notes)
+
+
+def _told_sizes(
+    mods: tuple[Mod | None, Mod | None],
+    defaults: Defaults,
+    given: dict[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Batch and heads as captured tensors have them, as far as not given; and a note on each."""
+    score_mod, mask_mod = mods
+    loads: list[AxisLength] = []
+    if score_mod is not None:
+        score_dtype = DType.F64 if dtype is torch.float64 else DType.F32
+        bound = trace_score(score_mod, score_dtype, device)
+        loads += axis_lengths(bound, tensor_names(score_mod, bound.tensors))
+    if mask_mod is not None:
+        bound = trace_mask(mask_mod, device)
+        loads += axis_lengths(bound, tensor_names(mask_mod, bound.tensors))
+    told: dict[str, AxisLength] = {}
+    for name, axis in (("heads", "h"), ("batch", "b")):
+        lengths = [load for load in loads if load.axis == axis and load.length > 0]
+        if name not in given and lengths:
+            # The shortest: every load is then in range.
+            told[name] = min(lengths, key=lambda load: load.length)
+    sizes = {name: load.length for name, load in told.items()}
+    left = _cut({"batch": defaults.batch, "heads": defaults.heads, **given}, sizes, defaults)
+    return left, tuple(_note(name, load, left[name]) for name, load in told.items())
+
+
+def _cut(others: dict[str, int], told: dict[str, int], defaults: Defaults) -> dict[str, int]:
+    """Told sizes, the batch halved first, then heads, until few enough scores are left."""
+    left = dict(told)
+    while defaults.most_scores is not None:
+        sizes = {**others, **left}
+        scores = sizes["batch"] * sizes["heads"] * sizes["q_len"] * sizes["kv_len"]
+        larger = [name for name in ("batch", "heads") if left.get(name, 1) > 1]
+        if scores <= defaults.most_scores or not larger:
+            break
+        step = others.get("kv_heads", 1) if larger[0] == "heads" else 1
+        halved = left[larger[0]] // 2 // step * step
+        if not halved:
+            break
+        left[larger[0]] = halved
+    return left
+
+
+def _note(name: str, load: AxisLength, size: int) -> str:
+    told = f"{name} is {size}, "
+    told += "as" if size == load.length else f"and could be {load.length}, since"
+    return f"{told} {load.load} has that length; --{name} says otherwise"
 
 
 def check_mods(score_mod: object, mask_mod: object) -> None:

@@ -2,9 +2,9 @@
 
 Rewritten are errors that come of a traced value having no data: torch refuses it, or Python does
 (`score + None`, `score.nope`, `a, b = score`); and errors of the mod's own arithmetic on Python
-numbers (`1 / 0`, `2.0**5000`), which would otherwise surface without the mod's name from deep inside
-a call of attention. What else the user's own code raises (a NameError, a `raise ValueError`) is
-theirs and passes unchanged.
+numbers (`1 / 0`, `2.0**5000`), which would otherwise surface without the mod's name from deep
+inside a call of attention. What else the user's own code raises (a NameError, a `raise
+ValueError`) is theirs and passes unchanged.
 """
 
 from __future__ import annotations

@@ -230,7 +230,8 @@ def column_of(code: CodeType, last_instruction: int) -> int | None:
 
     Python counts bytes; in a line of other letters the cut is only nearby.
     """
-    if not hasattr(code, "co_positions"):
+    positions = getattr(code, "co_positions", None)
+    if positions is None:
         return None
-    place = next(itertools.islice(code.co_positions(), last_instruction // 2, None), None)
+    place = next(itertools.islice(positions(), last_instruction // 2, None), None)
     return None if place is None else place[2]

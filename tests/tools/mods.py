@@ -57,3 +57,11 @@ def sorts(score, b, h, q_idx, kv_idx):
 
 def raises(score, b, h, q_idx, kv_idx):
     return score * {}["slope"]
+
+
+tilt = torch.zeros(3, requires_grad=True)
+
+
+def cancels(score, b, h, q_idx, kv_idx):
+    """Adds to even rows what it takes from odd ones: over all rows the gradient is 0."""
+    return score + tilt[h] * (1 - 2 * (q_idx % 2))

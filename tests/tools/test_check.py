@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attnloom.errors import ShapeError
 from attnloom.tools import checking
 from attnloom.tools.budget import judge
 from attnloom.tools.names import tensor_names
+from attnloom.tools.setting import Defaults
 from tests.tools import mods
 
 SMALL = {"q_len": 72, "head_dim": 16, "batch": 1}
@@ -96,7 +98,7 @@ def test_an_index_out_of_range_fails():
 
 def test_too_many_scores():
     with pytest.raises(ShapeError, match="are 8388608 scores; the oracle holds each of them"):
-        attnloom.check_mod(mods.learned, q_len=2048, batch=1)
+        attnloom.check_mod(mods.learned, q_len=2048, batch=1, heads=2)
 
 
 def test_captured_tensors_in_dicts_lists_and_partials():
@@ -108,6 +110,93 @@ def test_captured_tensors_in_dicts_lists_and_partials():
     found = attnloom.check_mod(mod, **SMALL)
     assert found.passed
     assert names(found)[5:] == ["d_held['near'][0]"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_gradient_whose_terms_cancel(dtype):
+    """It is 0 but for rounding, so that its size says nothing about the error it may have."""
+    found = attnloom.check_mod(mods.cancels, dtype=dtype)
+    (tilt,) = (r for r in found.results if r.name == "d_tilt")
+    assert tilt.passed, tilt.problem
+    assert math.isnan(tilt.errors.gain)
+    assert math.isinf(tilt.allowed.gain)
+    # Far below what the terms would add up to without cancelling: 160 rows, half a unit each.
+    assert 0 < tilt.allowed.largest < {"float32": 0.01, "bfloat16": 2, "float64": 0.01}[dtype]
+
+
+def test_a_wrong_gradient_whose_terms_cancel_fails(monkeypatch):
+    def change(real, q, k, v, score_mod, block_mask, options):
+        def off_by_a_row(score, b, h, q_idx, kv_idx):
+            return score + mods.tilt[h] * (1 - 2 * ((q_idx.clamp(min=1)) % 2))
+
+        return real(q, k, v, off_by_a_row, block_mask, **options)
+
+    _planted(monkeypatch, change)
+    found = attnloom.check_mod(mods.cancels)
+    assert [r.name for r in found.results if not r.passed] == ["d_tilt"]
+
+
+def test_a_captured_tensor_without_effect():
+    held = torch.ones(3, requires_grad=True)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx < 0, held[h], score)
+
+    found = attnloom.check_mod(mod, **SMALL)
+    (held_result,) = (r for r in found.results if r.name == "d_held")
+    assert held_result.passed
+    assert held_result.allowed.largest == held_result.errors.largest == 0
+
+
+def test_sizes_that_captured_tensors_tell():
+    slope, prefix = torch.ones(5, 2), torch.tensor([3, 4, 5])
+
+    def score(score, b, h, q_idx, kv_idx):
+        return score * slope[h, q_idx % 2]
+
+    def mask(b, h, q_idx, kv_idx):
+        return kv_idx < prefix[b.long()] + q_idx
+
+    found = attnloom.check_mod(score, mask, q_len=40, head_dim=16)
+    assert (found.setting.batch, found.setting.heads, found.setting.kv_heads) == (3, 5, 5)
+    assert found.setting.notes == (
+        "heads is 5, as slope[h, ...] has that length; --heads says otherwise",
+        "batch is 3, as prefix[b] has that length; --batch says otherwise",
+    )
+    given = attnloom.explain(score, mask, heads=2, batch=1, q_len=64, measure=False).setting
+    assert (given.batch, given.heads, given.notes) == (1, 2, ())
+
+
+def test_sizes_told_twice_and_not_at_all():
+    short, long = torch.ones(4), torch.ones(6)
+
+    def told(score, b, h, q_idx, kv_idx):
+        return score + short[h] + long[h]
+
+    def shared(score, b, h, q_idx, kv_idx):
+        return score + short[h // 2] + long[(h + 1) % 6]
+
+    def heads(mod):
+        return attnloom.explain(mod, q_len=64, measure=False).setting.heads
+
+    assert heads(told) == 4  # every load is in range
+    assert heads(shared) == 1
+    with pytest.raises(ShapeError, match="heads is 4 and kv_heads 3; query heads must be"):
+        attnloom.explain(told, kv_heads=3, measure=False)
+
+
+def test_told_sizes_are_cut_to_what_the_oracle_holds(monkeypatch):
+    scale = torch.ones(600)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * scale[h]
+
+    monkeypatch.setattr(checking, "_DEFAULTS", Defaults(2, 2, 8 * 64 * 64))
+    found = attnloom.check_mod(mod, q_len=64, head_dim=16, kv_heads=2)
+    assert (found.setting.batch, found.setting.heads) == (2, 4)
+    assert found.setting.notes == (
+        "heads is 4, and could be 600, since scale[h] has that length; --heads says otherwise",
+    )
 
 
 def test_names_of_what_is_nowhere():

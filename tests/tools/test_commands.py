@@ -75,6 +75,20 @@ def test_check_text_and_codes(capsys):
     assert (code, json.loads(out)["passed"]) == (1, False)
 
 
+def test_sizes_that_were_told_are_noted(capsys):
+    code, out, _ = run(capsys, "explain", f"{MODS}:learned", "--q-len", "64", "--no-measure")
+    assert code == 0
+    assert out.split("\n")[:2] == [
+        "query [1, 4, 64, 64], key and value [1, 4, 64, 64], float32 on cpu",
+        "  heads is 4, as bias[h, ...] has that length; --heads says otherwise",
+    ]
+    code, out, _ = run(capsys, "check", f"{MODS}:cancels", "--q-len", "64", "--head-dim", "16")
+    assert code == 0
+    assert "  heads is 3, as tilt[h] has that length; --heads says otherwise" in out
+    (tilt,) = (line for line in out.split("\n") if line.startswith("  d_tilt"))
+    assert tilt.split()[-3:] == ["-", "-", "ok"]
+
+
 def test_doctor_json(capsys):
     code, out, _ = run(capsys, "doctor", "--no-run", "--json")
     found = json.loads(out)
