@@ -87,3 +87,25 @@ def read_positive(factory: str, name: str, value: Any) -> float:
     if not 0 < number < math.inf:
         raise ModError(f"{factory}: {name} is {shown(value)}; it must be a number above 0.")
     return number
+
+
+def read_odd(factory: str, name: str, value: object) -> int:
+    """An odd number of 1 or more, of which one is the middle. Raises ModError for others."""
+    size = read_size(factory, name, value, 1)
+    if size % 2 == 0:
+        raise ModError(f"{factory}: {name} is {size}; it must be odd, so that it has a middle.")
+    return size
+
+
+def read_flags(factory: str, name: str, value: object) -> torch.Tensor:
+    """One flag a token, [S] or [B, S]. Raises ModError unless it is a tensor of such."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.is_floating_point()
+        or value.dim() not in (1, 2)
+    ):
+        raise ModError(
+            f"{factory}: {name} is {shown(value)}; it must be a bool tensor [S] or [B, S], one "
+            "flag a token."
+        )
+    return value.to(torch.bool)

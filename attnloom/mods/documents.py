@@ -45,4 +45,5 @@ def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:
     """
     cu = read_integers("cu_seqlens", cu_seqlens, 1)
     length = int(cu[-1]) if cu.numel() else 0
-    return packed_mod(*packed_documents(cu, cu, (length, length), causal=False), None)
+    # One more query, which belongs to no document, is what indices beyond the last are clamped to.
+    return packed_mod(*packed_documents(cu, cu, (length + 1, length), causal=False), None)

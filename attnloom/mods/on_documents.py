@@ -1,0 +1,50 @@
+"""A mod inside each packed document."""
+
+from __future__ import annotations
+
+from attnloom.errors import OptionError
+from attnloom.masking.known_masks import document_mod, documents_of, packed_documents, packed_mod
+from attnloom.mods.arguments import Integers, read_integers
+from attnloom.mods.logical_to_physical import logical_to_physical
+from attnloom.mods.mod_kinds import Mod, kind_of_mod, on_positions
+
+
+def on_documents(
+    mod: Mod, *, cu_seqlens: Integers | None = None, ids: Integers | None = None
+) -> Mod:
+    """A mod inside each packed document: positions count from the document's start.
+
+    Args:
+        mod: a mask_mod, which then also hides other documents, or a score_mod, which does not (join
+            it with `documents`).
+        cu_seqlens: [documents + 1] integers, cumulative lengths from 0; the mod sees each document
+            as a batch entry of its own: b is its number.
+        ids: [S] or [B, S] integers instead, in any order: b is the batch entry as ever, positions
+            are how many earlier tokens carry the same id.
+    Returns:
+        A mod of the same kind, capturing tables [S].
+    Raises:
+        ModError: mod is neither. OptionError: not exactly one of cu_seqlens and ids is given.
+        DtypeError, ShapeError: they are not integers.
+    Source: Dong et al. 2024, arXiv:2412.05496, sec. 4; BlockMask.from_cu_seqlens and
+        from_document_ids give the same masks.
+    """
+    kind = kind_of_mod(mod)
+    if (cu_seqlens is None) == (ids is None):
+        raise OptionError("on_documents: give one of cu_seqlens and ids, and not both.")
+    if ids is not None:
+        rows = read_integers("ids", ids, 1, 2)
+        found = documents_of(*(rows if rows.dim() == 2 else rows[None],) * 2)
+        if kind == "mask_mod":
+            return document_mod(found, mod)
+        return logical_to_physical(mod, found.rank_q if rows.dim() == 2 else found.rank_q[0])
+    cu = read_integers("cu_seqlens", cu_seqlens, 1)  # type: ignore[arg-type]
+    length = int(cu[-1]) if cu.numel() else 0
+    ranges, tables = packed_documents(cu, cu, (length + (kind == "mask_mod"), length), causal=False)
+    if kind == "mask_mod":
+        return packed_mod(ranges, tables, mod)
+    number, first, _ = tables
+    number, first = number.int(), first.int()
+    return on_positions(
+        mod, lambda b, q_idx, kv_idx: (number[q_idx], q_idx - first[q_idx], kv_idx - first[kv_idx])
+    )

@@ -1,0 +1,58 @@
+"""A mod of its own for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnloom.errors import ModError
+from attnloom.mods.arguments import read_integers
+from attnloom.mods.mod_kinds import Mod, check_kinds, kind_of_mod
+
+
+def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
+    """A mod of its own for each head, all mask_mods or all score_mods.
+
+        per_head(sliding_window(128), causal_mask, heads=[0, 0, 0, 1])
+
+    Args:
+        mods: one or more.
+        heads: [Hq] integers, which of the mods each query head uses; default: head h uses mods[h].
+    Returns:
+        A mod of their kind. Kernels compute all of them and choose, so that similar mods (windows
+        of different lengths) are faster as one that captures a table; skipped tiles are those of
+        each head.
+    Raises:
+        ModError: there are none, they are of different kinds, or heads names one that is not there.
+    """
+    if not mods:
+        raise ModError("per_head: there are no mods; give one or more.")
+    kind = kind_of_mod(mods[0])
+    check_kinds("per_head", mods, kind)
+    chosen = read_integers("heads", range(len(mods)) if heads is None else heads, 1)
+    wrong = chosen[(chosen < 0) | (chosen >= len(mods))]
+    if wrong.numel():
+        raise ModError(
+            f"per_head: heads names mod {int(wrong[0])}, and there are {len(mods)}; valid are 0 to "
+            f"{len(mods) - 1}."
+        )
+    if len(mods) == 1:
+        return mods[0]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        number = chosen[h]
+        kept = mods[-1](b, h, q_idx, kv_idx)
+        for place, mod in enumerate(mods[:-1]):
+            kept = torch.where(number == place, mod(b, h, q_idx, kv_idx), kept)
+        return kept
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        number = chosen[h]
+        found = mods[-1](score, b, h, q_idx, kv_idx)
+        for place, mod in enumerate(mods[:-1]):
+            found = torch.where(number == place, mod(score, b, h, q_idx, kv_idx), found)
+        return found
+
+    return mask_mod if kind == "mask_mod" else score_mod
