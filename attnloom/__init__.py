@@ -21,10 +21,13 @@ from attnloom.errors import (
     DtypeError,
     ModError,
     OptionError,
+    OutOfPagesError,
     ShapeError,
     TraceError,
     UnsupportedError,
 )
+from attnloom.masking.decode import DecodeMask
+from attnloom.paged import PagedBatch, PagedKV, PagedKVCache, PageTable
 from attnloom.stats import CompileStats, compile_stats, reset_compile_stats
 from attnloom.tools import Check, Diagnosis, Explanation, check_mod, doctor, explain
 
@@ -42,6 +45,12 @@ __all__ = [
     "AuxRequest",
     "AuxOutput",
     "FlexKernelOptions",
+    # caches
+    "PagedKVCache",
+    "PagedBatch",
+    "PagedKV",
+    "PageTable",
+    "DecodeMask",
     # what the compiler did
     "CompileStats",
     "compile_stats",
@@ -61,6 +70,7 @@ __all__ = [
     "DtypeError",
     "ModError",
     "OptionError",
+    "OutOfPagesError",
     "ShapeError",
     "TraceError",
     "UnsupportedError",

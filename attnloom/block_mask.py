@@ -13,6 +13,7 @@ from attnloom.masking import display, portable, tokens, views
 from attnloom.masking import lists as block_lists
 from attnloom.masking.arguments import check_mask_mod, read_int, read_lengths, shown
 from attnloom.masking.constructors import KnownMasks
+from attnloom.masking.decode import Decoding
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.indexing import Index, choose
 from attnloom.masking.lists import BlockLists, block_size_pair
@@ -33,7 +34,7 @@ __all__ = ["BlockLists", "BlockMask"]
 _ORDER_TENSORS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 
 
-class BlockMask(KnownMasks, TorchLayout):
+class BlockMask(KnownMasks, TorchLayout, Decoding):
     """A mask in tiles: which are empty, which are full, and a mask_mod for the rest.
 
     Drop-in for torch.nn.attention.flex_attention.BlockMask of torch 2.13. Stored are ragged lists
@@ -293,9 +294,7 @@ class BlockMask(KnownMasks, TorchLayout):
         lists = block_lists.crop(self.lists(), q_len, kv_len)
         return self._derive(lists, self.mask_mod, self._batch_dims)
 
-    def _adjust(self, new_q_len: int, new_kv_len: int) -> Self:
-        """torch's name for `crop`."""
-        return self.crop(new_q_len, new_kv_len)
+    _adjust = crop  # torch's name
 
     def _derive(self, lists: BlockLists, mask_mod: MaskMod, batch_dims: tuple[int, ...]) -> Self:
         """A mask over lists made from this one's, with its options."""

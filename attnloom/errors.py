@@ -43,3 +43,7 @@ class CompileError(AttnloomError, RuntimeError):
 
 class CacheError(AttnloomError, RuntimeError):
     """The on-disk kernel cache cannot be trusted or used."""
+
+
+class OutOfPagesError(AttnloomError, RuntimeError):
+    """A paged cache has no room for what should be written; nothing was written."""

@@ -9,10 +9,12 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from attnloom.api import autocast, pipeline, validate
+from attnloom.api import autocast, cached, pipeline, validate
 from attnloom.api.options import FlexKernelOptions
 from attnloom.block_mask import BlockMask
 from attnloom.errors import OptionError
+from attnloom.masking.decode import DecodeMask
+from attnloom.paged import PagedKV, PagedKVCache
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -43,10 +45,10 @@ class AuxOutput(NamedTuple):
 @overload
 def flex_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | PagedKV | PagedKVCache,
+    value: Tensor | None = None,
     score_mod: ScoreMod | None = ...,
-    block_mask: BlockMask | None = ...,
+    block_mask: BlockMask | DecodeMask | None = ...,
     scale: float | None = ...,
     enable_gqa: bool = ...,
     return_lse: Literal[False] = ...,
@@ -59,10 +61,10 @@ def flex_attention(
 @overload
 def flex_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | PagedKV | PagedKVCache,
+    value: Tensor | None = None,
     score_mod: ScoreMod | None = ...,
-    block_mask: BlockMask | None = ...,
+    block_mask: BlockMask | DecodeMask | None = ...,
     scale: float | None = ...,
     enable_gqa: bool = ...,
     return_lse: Literal[True] = ...,
@@ -75,10 +77,10 @@ def flex_attention(
 @overload
 def flex_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | PagedKV | PagedKVCache,
+    value: Tensor | None = None,
     score_mod: ScoreMod | None = ...,
-    block_mask: BlockMask | None = ...,
+    block_mask: BlockMask | DecodeMask | None = ...,
     scale: float | None = ...,
     enable_gqa: bool = ...,
     return_lse: bool = ...,
@@ -90,10 +92,10 @@ def flex_attention(
 
 def flex_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | PagedKV | PagedKVCache,
+    value: Tensor | None = None,
     score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMask | DecodeMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -113,13 +115,15 @@ def flex_attention(
     Args:
         query: [B, Hq, Q_LEN, D]; float64, float32, bfloat16 or float16; any strides.
         key: [Bkv, Hkv, KV_LEN, D]; Bkv is B, or 1 to share one key and value over the batch.
-            Dtypes of query, key and value may differ.
-        value: [Bkv, Hkv, KV_LEN, Dv].
+            Dtypes of query, key and value may differ. Or a PagedKV or PagedKVCache, which holds
+            keys and values of sequences of any lengths; mods then see positions in the sequence.
+        value: [Bkv, Hkv, KV_LEN, Dv]; left out where key is a cache.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score on one score at a time; score
             is float32 (float64 if any input is), the positions are integers. Captured tensors
             may require grad. None leaves scores as they are.
         block_mask: made by create_block_mask or a constructor of BlockMask for Q_LEN and KV_LEN;
-            its batch and heads are 1 or those of query.
+            its batch and heads are 1 or those of query. Over a cache the mask of whole sequences,
+            or a DecodeMask where the cache is a tensor.
         scale: factor on query @ key^T; 1 / sqrt(D) if None.
         enable_gqa: allow Hq to be a multiple of Hkv; query head h reads key head h // (Hq / Hkv).
         return_lse: deprecated, use return_aux=AuxRequest(lse=True).
@@ -149,7 +153,12 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> pipeline.Outputs:
+def _run(query: Tensor, key: Any, value: Any, *rest: Any) -> pipeline.Outputs:
+    if isinstance(key, cached.CACHES):
+        kv = cached.opened(query, key, value)
+        if autocast.is_on(query):
+            query = autocast.lowered(query, query.device)
+        return pipeline.run(query, kv.key, kv.value, *rest, table=kv.table)
     if isinstance(query, Tensor) and autocast.is_on(query):
         device = query.device
         query, key, value = (autocast.lowered(x, device) for x in (query, key, value))

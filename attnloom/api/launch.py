@@ -14,6 +14,7 @@ import torch
 from attnloom.backends.registry import AttentionCall, Backend, ForwardResult, Gradients
 from attnloom.block_mask import BlockLists
 from attnloom.ir.node import BoundProgram
+from attnloom.paged.table import PageTable
 from attnloom.plan.kernel_plan import KernelPlan
 from attnloom.plan.problem import KernelOptions, compute_type
 
@@ -27,6 +28,7 @@ class Launch:
     score_numbers, mask_numbers: values of the programs' numbers.
     num_score_tensors: how many of the `tensors` of a run belong to the score program; the rest
         are the mask program's.
+    table: of sequences in a cache; such a launch has a forward only.
     """
 
     plan: KernelPlan
@@ -36,6 +38,7 @@ class Launch:
     score_numbers: Numbers
     mask_numbers: Numbers
     num_score_tensors: int
+    table: PageTable | None = None
 
     @property
     def options(self) -> KernelOptions:
@@ -57,8 +60,9 @@ class Launch:
         if plan.mask is not None:
             mask = BoundProgram(plan.mask, tensors[count:], self.mask_numbers)
         return AttentionCall(
-            query, key, value, score, mask, self.blocks, self.scale, plan.problem.options
-        )
+            query, key, value, score, mask, self.blocks, self.scale, plan.problem.options,
+            self.table,
+        )  # fmt: skip
 
     def forward(
         self,

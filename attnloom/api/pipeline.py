@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from attnloom.api import autograd, bounds_check, validate
+from attnloom.api import autograd, bounds_check, cached, validate
 from attnloom.api.masks import noop_mask
 from attnloom.api.options import read_options
 from attnloom.api.planning import plan_launch
-from attnloom.backends.reference import reference_forward
+from attnloom.backends.reference import paged_forward, reference_forward
 from attnloom.block_mask import BlockMask
+from attnloom.masking.decode import DecodeMask
+from attnloom.paged import PageTable
 from attnloom.plan.problem import compute_type
 from attnloom.trace.tracer import trace_mask, trace_score
 
@@ -24,24 +26,36 @@ def run(
     key: torch.Tensor,
     value: torch.Tensor,
     score_mod: Callable[..., Any] | None,
-    block_mask: BlockMask | None,
+    block_mask: BlockMask | DecodeMask | None,
     scale: float | None,
     enable_gqa: bool,
     kernel_options: Mapping[str, object] | None,
     want_max_scores: bool,
+    table: PageTable | None = None,
 ) -> Outputs:
-    """out, lse and max_scores (None unless wanted) of one call of flex_attention."""
-    validate.check_inputs(query, key, value, enable_gqa)
+    """out, lse and max_scores (None unless wanted) of one call of flex_attention.
+
+    table: of keys and values in pages.
+    """
+    validate.check_inputs(query, key, value, enable_gqa, table is not None)
+    if isinstance(block_mask, DecodeMask):
+        table, block_mask = cached.table_of(block_mask, table), block_mask.mask
     factor = validate.read_scale(scale, query.size(3))
     options = read_options(kernel_options)
     lists = mask_mod = score = mask = None
-    if block_mask is not None:
+    if table is not None:
+        cached.check(query, table, block_mask)
+    elif block_mask is not None:
         validate.check_mask(block_mask, query, key)
+    if block_mask is not None:
         lists, mask_mod = block_mask.lists(), block_mask.mask_mod
     if score_mod is not None:
         validate.check_score_mod(score_mod)
     if options.backend == "reference":
-        result = reference_forward(query, key, value, score_mod, mask_mod, lists, factor)
+        if table is None:
+            result = reference_forward(query, key, value, score_mod, mask_mod, lists, factor)
+        else:
+            result = paged_forward(query, key, value, table, score_mod, block_mask, factor)
         return result.out, result.lse, result.max_scores if want_max_scores else None
 
     device = query.device
@@ -49,7 +63,9 @@ def run(
         score = trace_score(score_mod, compute_type(query.dtype, key.dtype, value.dtype), device)
     if mask_mod is not None and mask_mod is not noop_mask:
         mask = trace_mask(mask_mod, device)
-    launch, tensors = plan_launch((query, key, value), score, mask, lists, factor, options)
+    launch, tensors = plan_launch((query, key, value), score, mask, lists, factor, options, table)
+    if table is not None:
+        return cached.attention(launch, query, key, value, tensors, want_max_scores)
     if options.debug_bounds:
         bounds_check.check(launch.call(query, key, value, tensors), score_mod, mask_mod)
     return autograd.attention(launch, query, key, value, tensors, want_max_scores)

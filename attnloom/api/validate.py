@@ -6,6 +6,7 @@ A message says what is wrong in the caller's names and values, why, and what to 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Real
 
 import torch
@@ -18,15 +19,46 @@ DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 def check_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    enable_gqa: bool,
+    in_pages: bool = False,
 ) -> None:
     """Ranks, sizes, dtypes and devices of query, key and value.
 
+    Args:
+        in_pages: key and value are [num_pages, Hkv, page_size, D].
     Raises:
         ShapeError, DtypeError, DeviceError, UnsupportedError (nested tensors), OptionError (an
         argument is not a tensor).
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    check_tensor_arguments((("query", query), ("key", key), ("value", value)))
+    # [B, Hq, Q_LEN, D], [Bkv, Hkv, KV_LEN, D], [Bkv, Hkv, KV_LEN, Dv]
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) == 4:
+        _explain_rank(query, key, value)
+    if q[3] != k[3] or k[:3] != v[:3] or not q[3] or not v[3]:
+        _explain_sizes(query, key, value)
+    if q[0] != k[0] and k[0] != 1 and not in_pages:
+        raise ShapeError(
+            f"query has batch {q[0]}, key and value have {k[0]}; the batches must be equal, or 1 "
+            f"for a key and value that every batch entry shares. {_shapes(query, key, value)}"
+        )
+    if type(enable_gqa) is not bool:
+        check_flag("enable_gqa", enable_gqa)
+    if q[1] != k[1]:
+        _check_heads(query, key, value, enable_gqa)
+    if not query.device == key.device == value.device:
+        raise DeviceError(
+            f"query is on {query.device}, key on {key.device}, value on {value.device}; all three "
+            "must be on one device. Move them with .to(device)."
+        )
+
+
+def check_tensor_arguments(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Each is a strided tensor of a dtype that attention takes; raises as `check_inputs`."""
+    for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise OptionError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
         if tensor.is_nested:
@@ -45,26 +77,6 @@ def check_inputs(
                 f"{name} is {tensor.dtype}; attention takes float64, float32, bfloat16 and "
                 f"float16. Convert it first, for example {name}.to(torch.bfloat16)."
             )
-    # [B, Hq, Q_LEN, D], [Bkv, Hkv, KV_LEN, D], [Bkv, Hkv, KV_LEN, Dv]
-    q, k, v = query.shape, key.shape, value.shape
-    if not len(q) == len(k) == len(v) == 4:
-        _explain_rank(query, key, value)
-    if q[3] != k[3] or k[:3] != v[:3] or not q[3] or not v[3]:
-        _explain_sizes(query, key, value)
-    if q[0] != k[0] and k[0] != 1:
-        raise ShapeError(
-            f"query has batch {q[0]}, key and value have {k[0]}; the batches must be equal, or 1 "
-            f"for a key and value that every batch entry shares. {_shapes(query, key, value)}"
-        )
-    if type(enable_gqa) is not bool:
-        check_flag("enable_gqa", enable_gqa)
-    if q[1] != k[1]:
-        _check_heads(query, key, value, enable_gqa)
-    if not query.device == key.device == value.device:
-        raise DeviceError(
-            f"query is on {query.device}, key on {key.device}, value on {value.device}; all three "
-            "must be on one device. Move them with .to(device)."
-        )
 
 
 def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
@@ -139,13 +151,24 @@ def check_mask(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) ->
     Raises:
         ShapeError, DeviceError, OptionError (not an attnloom.BlockMask).
     """
+    check_mask_type(block_mask)
+    q_len, kv_len = block_mask.shape[-2:]
+    if query.size(2) != q_len or key.size(2) != kv_len:
+        _explain_lengths(block_mask, query.size(2), key.size(2))
+    check_mask_batch(block_mask, query)
+
+
+def check_mask_type(block_mask: object) -> None:
+    """Raise OptionError unless it is an attnloom.BlockMask."""
     if not isinstance(block_mask, BlockMask):
         _explain_mask_type(block_mask)
+
+
+def check_mask_batch(block_mask: BlockMask, query: torch.Tensor) -> None:
+    """Batch, heads and device of a mask against query; raises ShapeError, DeviceError."""
     # a mask from blocks without batch or head dimensions broadcasts over them
     num_batches, num_heads, q_len, kv_len = (1, 1, *block_mask.shape)[-4:]
-    batch, heads, rows, _ = query.shape
-    if rows != q_len or key.size(2) != kv_len:
-        _explain_lengths(block_mask, rows, key.size(2))
+    batch, heads = query.shape[:2]
     for what, have, want in (("batch", num_batches, batch), ("heads", num_heads, heads)):
         if have != 1 and have != want:
             raise ShapeError(

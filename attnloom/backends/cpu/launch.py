@@ -79,6 +79,8 @@ class CpuBackend:
                     return (
                         f"a captured tensor has {spec.rank} dimensions, kernels take {_MAX_RANK}."
                     )
+        if call.table is not None:
+            return "its sequences have lengths of their own."
         if toolchain.available() is None:
             return "no C++ compiler was found."
         return None

@@ -10,5 +10,13 @@ from attnloom.backends.reference.attention import (
     reference_forward,
 )
 from attnloom.backends.reference.lanes import evaluate_lanes
+from attnloom.backends.reference.paged import paged_forward, paged_reference
 
-__all__ = ["ReferenceOutput", "evaluate_lanes", "reference_attention", "reference_forward"]
+__all__ = [
+    "ReferenceOutput",
+    "evaluate_lanes",
+    "paged_forward",
+    "paged_reference",
+    "reference_attention",
+    "reference_forward",
+]

@@ -110,10 +110,12 @@ def _attention(
     seen = live.any(dim=-2)[..., None]
     key, value = (torch.where(seen, x, 0.0) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * scale  # [B, Hq, Q_LEN, KV_LEN]
-    return _softmax(_modified(scores, score_mod, live), value)
+    return softmax_values(modified_scores(scores, score_mod, live), value)
 
 
-def _modified(scores: torch.Tensor, score_mod: Mod | None, live: torch.Tensor) -> torch.Tensor:
+def modified_scores(
+    scores: torch.Tensor, score_mod: Mod | None, live: torch.Tensor
+) -> torch.Tensor:
     """Scores after the mod, -inf where they are not live."""
     nothing = torch.full_like(scores, -math.inf)
     if score_mod is None:
@@ -123,7 +125,7 @@ def _modified(scores: torch.Tensor, score_mod: Mod | None, live: torch.Tensor) -
     return nothing.index_put(positions, kept.to(scores.dtype))
 
 
-def _softmax(scores: torch.Tensor, value: torch.Tensor) -> ReferenceOutput:
+def softmax_values(scores: torch.Tensor, value: torch.Tensor) -> ReferenceOutput:
     if scores.shape[-1]:
         m_i = scores.detach().amax(dim=-1)
     else:
@@ -147,7 +149,7 @@ def _live(
     live = torch.zeros_like(asked)
     q_offset = kv_offset = 0
     if blocks is not None:
-        partial, live = (_expand_tiles(blocks, kind, shape) for kind in (1, 0))
+        partial, live = (expand_tiles(blocks, kind, shape) for kind in (1, 0))
         asked, q_offset, kv_offset = partial & ~live, blocks.q_offset, blocks.kv_offset
     if mask_mod is None:
         return live | asked
@@ -156,7 +158,7 @@ def _live(
     return live.index_put((b, h, q_idx, kv_idx), kept != 0)
 
 
-def _expand_tiles(blocks: BlockLists, kind: int, shape: torch.Size) -> torch.Tensor:
+def expand_tiles(blocks: BlockLists, kind: int, shape: torch.Size) -> torch.Tensor:
     """[B, Hq, Q_LEN, KV_LEN] bool: tokens inside tiles of a kind, 1 partial or 0 full."""
     rows, columns = -(-blocks.q_len // blocks.q_block), -(-blocks.kv_len // blocks.kv_block)
     entries = blocks.entries.long()

@@ -8,6 +8,8 @@ backward (Dao et al. 2022, arXiv:2205.14135). Mods run in the interpreter of the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +20,7 @@ from attnloom.backends.tiled.scores import (
     score_gradient,
     score_tile,
 )
+from attnloom.backends.tiled.sequences import sequences
 from attnloom.backends.tiled.tiles import Part, Rows, key_slices, parts, query_rows, rows
 from attnloom.plan.problem import compute_type
 
@@ -37,9 +40,12 @@ class TiledBackend:
         out = query.new_zeros(*shape, value.size(3))
         lse = query.new_full(shape, -math.inf, dtype=real)
         max_scores = torch.full_like(lse, -math.inf)
-        for part in parts(call):
-            for tile_rows in rows(call, part):
-                _forward_rows(call, part, tile_rows, (out, lse, max_scores))
+        results = (out, lse, max_scores)
+        for one, at, offsets in [(call, 0, (0, 0))] if call.table is None else sequences(call):
+            for part in parts(one):
+                part = replace(part, b_at=offsets[0], q_at=offsets[1])
+                for tile_rows in rows(one, part):
+                    _forward_rows(one, part, tile_rows, [t[at:] for t in results])
         return ForwardResult(out, lse, max_scores if want_max_scores else None)
 
     @torch.no_grad()
@@ -80,7 +86,7 @@ def _forward_rows(
     call: AttentionCall,
     part: Part,
     tile_rows: Rows,
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    results: Sequence[torch.Tensor],
 ) -> None:
     real = _real(call)
     batch, heads = key_slices(call, part)

@@ -73,9 +73,9 @@ def _positions(part: Part, rows: Rows, keys: Keys, like: torch.Tensor) -> dict[s
         return torch.arange(start, stop, device=like.device).reshape(shape)
 
     return {
-        "b": count(part.b0, part.b1, -1, 1, 1, 1, 1),
+        "b": count(part.b0 + part.b_at, part.b1 + part.b_at, -1, 1, 1, 1, 1),
         "h": count(part.h0, part.h1, 1, kv_heads, group, 1, 1),
-        "q": count(rows.q0, rows.q1, 1, 1, 1, -1, 1),
+        "q": count(rows.q0 + part.q_at, rows.q1 + part.q_at, 1, 1, 1, -1, 1),
         "kv": count(keys.k0, keys.k1, 1, 1, 1, 1, -1),
     }
 

@@ -22,7 +22,10 @@ MAX_SCORES = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Batch entries b0 .. b1 and query heads h0 .. h1, which share the lists of mask row (b, h)."""
+    """Batch entries b0 .. b1 and query heads h0 .. h1, which share the lists of mask row (b, h).
+
+    b_at, q_at: added to batch entries and query rows before a mod sees them.
+    """
 
     b0: int
     b1: int
@@ -30,6 +33,8 @@ class Part:
     h1: int
     mask_b: int
     mask_h: int
+    b_at: int = 0
+    q_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ def rows(call: AttentionCall, part: Part) -> Iterator[Rows]:
     """Row tiles of a part; a tile never crosses a block."""
     Q_LEN, KV_LEN = call.query.size(2), call.key.size(2)
     blocks = call.blocks
+    at = part.q_at
     if blocks is None:
         keys = tuple(_split(0, KV_LEN, False))
         for q0 in range(0, Q_LEN, MAX_ROWS):
@@ -77,11 +83,11 @@ def rows(call: AttentionCall, part: Part) -> Iterator[Rows]:
     num_rows = -(-blocks.q_len // blocks.q_block)
     first = (part.mask_b * blocks.num_heads + part.mask_h) * num_rows
     offsets = blocks.row_offsets[first : first + num_rows + 1].tolist()
-    for block in range(num_rows):
+    for block in range(at // blocks.q_block, -(-(at + Q_LEN) // blocks.q_block)):
         entries = blocks.entries[offsets[block] : offsets[block + 1]].tolist()
         keys = tuple(_merged(entries, blocks.kv_block, KV_LEN))
-        end = min((block + 1) * blocks.q_block, Q_LEN)
-        for q0 in range(block * blocks.q_block, end, MAX_ROWS):
+        end = min((block + 1) * blocks.q_block - at, Q_LEN)
+        for q0 in range(max(0, block * blocks.q_block - at), end, MAX_ROWS):
             yield Rows(q0, min(q0 + MAX_ROWS, end), keys)
 
 

@@ -1,0 +1,125 @@
+"""What is different about a call over a cache: sequences of their own lengths, perhaps in pages."""
+
+from __future__ import annotations
+
+import torch
+
+from attnloom.api import autocast, validate
+from attnloom.api.launch import Launch
+from attnloom.block_mask import BlockMask
+from attnloom.errors import DeviceError, OptionError, ShapeError, UnsupportedError
+from attnloom.masking.decode import DecodeMask
+from attnloom.paged import PagedKV, PagedKVCache, PageTable
+
+CACHES = (PagedKV, PagedKVCache)
+
+
+def opened(query: torch.Tensor, cache: PagedKV | PagedKVCache, value: object) -> PagedKV:
+    """The keys, values and table that a query attends to.
+
+    Raises:
+        OptionError: a value was given too, or the layer of a cache is not said.
+    """
+    if value is not None:
+        raise OptionError(
+            f"value is a {type(value).__name__}, but key is a {type(cache).__name__}, which holds "
+            "the values too. Call flex_attention(query, cache, ...)."
+        )
+    if isinstance(cache, PagedKV):
+        return cache
+    if cache.num_layers != 1:
+        raise OptionError(
+            f"this cache has {cache.num_layers} layers; pass batch.layer(i) of the batch that "
+            "extend returned."
+        )
+    validate.check_tensor_arguments((("query", query),))
+    if query.dim() != 4:
+        raise ShapeError(f"query is {list(query.shape)}; it must be [B, Hq, Q_LEN, D].")
+    return cache.layer(0, query.size(2))
+
+
+def table_of(block_mask: DecodeMask, table: PageTable | None) -> PageTable:
+    """The table of a call that was given a DecodeMask.
+
+    Raises:
+        OptionError: its keys lie in pages, whose table knows the lengths.
+    """
+    if table is not None:
+        raise OptionError(
+            "block_mask is a DecodeMask, but the cache knows the lengths of its sequences itself. "
+            "Pass the BlockMask that for_decode was called on."
+        )
+    return block_mask.table
+
+
+def check(query: torch.Tensor, table: PageTable, block_mask: BlockMask | None) -> None:
+    """A table and a mask against the query they are used with.
+
+    Raises:
+        ShapeError, DeviceError, OptionError (not an attnloom.BlockMask).
+    """
+    if query.size(0) != table.batch:
+        raise ShapeError(
+            f"query has batch {query.size(0)}, the cache {table.batch} sequences; entry b of query "
+            "belongs to sequence b. Make the batch of the sequences that query has."
+        )
+    if table.device != query.device:
+        raise DeviceError(
+            f"the lengths of the sequences are on {table.device}, query on {query.device}; all "
+            "must be on one device. Move them with .to(device)."
+        )
+    if block_mask is None:
+        return
+    validate.check_mask_type(block_mask)
+    q_len, kv_len = block_mask.shape[-2:]
+    longest = table.max_length
+    if min(q_len, kv_len) < longest:
+        raise ShapeError(
+            f"block_mask was made for Q_LEN {q_len} and KV_LEN {kv_len}, but sequences are up to "
+            f"{longest} tokens long. It is the mask of whole sequences, read where the queries "
+            f"stand: build it once with create_block_mask(mask_mod, B, H, LONGEST, LONGEST), "
+            f"LONGEST at least {longest}."
+        )
+    validate.check_mask_batch(block_mask, query)
+
+
+def attention(
+    launch: Launch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    want_max_scores: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Run a launch; as `autograd.attention`, for inference only.
+
+    Raises:
+        UnsupportedError: somebody will ask for a gradient, or looks on.
+    """
+    if launch.options.debug_bounds:
+        raise UnsupportedError(
+            "kernel_options debug_bounds checks whole sequences, not a cache. Check the mods on the "
+            "sequences without their cache; indices are clamped here as everywhere."
+        )
+    _check_inference(query, key, value, *tensors)
+    if autocast.is_on(query):
+        with autocast.switched_off(query):
+            result = launch.forward(query, key, value, tensors, want_max_scores)
+    else:
+        result = launch.forward(query, key, value, tensors, want_max_scores)
+    return result.out, result.lse, result.max_scores if want_max_scores else None
+
+
+def _check_inference(*tensors: torch.Tensor) -> None:
+    """Raise UnsupportedError where somebody will ask for a gradient."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            "attention over a cache has no backward, and an input or a captured tensor requires "
+            "grad. Run it under torch.no_grad() or torch.inference_mode(), or train without the "
+            "cache."
+        )
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        raise UnsupportedError(
+            "attention over a cache does not run under torch.func transforms, torch.export or "
+            "other dispatch modes. Call it outside of them."
+        )

@@ -1,0 +1,76 @@
+"""The mask of queries that stand anywhere in their sequences, without making another mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnloom.errors import DtypeError, ShapeError
+from attnloom.masking.arguments import check_tensor
+from attnloom.paged.table import PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeMask:
+    """A BlockMask of whole sequences, read at the positions of a batch's newest tokens.
+
+    Made by `BlockMask.for_decode`; flex_attention takes it as block_mask, with key and value of
+    [B, Hkv, MAX_LEN, D] that sequence b fills up to lengths[b]. Lengths are read by the kernels:
+    `update` them, or change the tensor itself, also between replays of a CUDA graph.
+
+    Attributes:
+        mask: the BlockMask; its lists and mask_mod are used as they are.
+        table: PageTable without pages.
+    """
+
+    mask: Any
+    table: PageTable
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[B] int32, tokens of each sequence."""
+        return self.table.lengths
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, H, Q_LEN, KV_LEN) of the whole mask; 1 broadcasts."""
+        return self.mask.shape
+
+    def update(self, lengths: torch.Tensor) -> None:
+        """Take other lengths, in place. Waits for nothing."""
+        self.table.lengths.copy_(lengths, non_blocking=True)
+
+    def advance(self, count: int = 1) -> None:
+        """Let every sequence grow by `count` tokens, in place."""
+        self.table.lengths.add_(count)
+
+
+class Decoding:
+    """What a BlockMask can do for inference."""
+
+    def for_decode(self, lengths: torch.Tensor, counts: torch.Tensor | None = None) -> DecodeMask:
+        """This mask at the newest tokens of sequences of any lengths.
+
+        Query row i of batch entry b stands at position lengths[b] - counts[b] + i, for mask_mod and
+        score_mod, and sees keys before lengths[b] that the mask keeps there. Nothing is built:
+        kernels look up the lists of this mask, which must cover the longest sequence.
+
+        Args:
+            lengths: [B] integers, tokens of each sequence, the queries included. Kept, not copied,
+                if it is int32: what is written to it later counts.
+            counts: [B] int32, queries of each sequence, for padded queries; further rows of query
+                give 0. None: all rows of query.
+        Returns:
+            DecodeMask, which flex_attention takes as block_mask.
+        Raises:
+            DtypeError, ShapeError: lengths is no list of integers.
+        """
+        check_tensor("lengths", lengths)
+        if lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
+            raise DtypeError(f"lengths is {lengths.dtype}; it must hold integers. Use .int().")
+        if lengths.dim() != 1:
+            raise ShapeError(f"lengths is {list(lengths.shape)}; it must be [B].")
+        longest = min(self.shape[-2:])  # type: ignore[attr-defined]
+        return DecodeMask(self, PageTable(lengths.int(), counts, None, 0, longest))

@@ -1,0 +1,226 @@
+"""Which pages a sequence's tokens lie in. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnloom.errors import OptionError, ShapeError
+from attnloom.paged.allocator import PageAllocator
+
+DROPPED = -1  # in place of a page that was freed because no window reaches it any more
+
+
+@dataclass(slots=True)
+class _Entry:
+    """pages: of the tokens in order, at least those of `length` tokens; DROPPED at the front."""
+
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class PageBook:
+    """Sequences of tokens in pages of page_size tokens; a page may belong to several of them.
+
+    Every operation is all or nothing: one that raises has changed nothing. A sequence is named by
+    an int that is never given again.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self._entries: dict[int, _Entry] = {}
+        self._next = 0
+
+    @property
+    def sequences(self) -> list[int]:
+        """Names of the live sequences, oldest first."""
+        return list(self._entries)
+
+    def new(self) -> int:
+        """A sequence without tokens."""
+        return self._add(_Entry())
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence, dropped ones included."""
+        return self._entry(sequence).length
+
+    def pages(self, sequence: int) -> list[int]:
+        """Pages of a sequence in order, reserved ones included; DROPPED where freed before."""
+        return list(self._entry(sequence).pages)
+
+    def extend(
+        self, sequences: Sequence[int], counts: Sequence[int], reserve_only: bool = False
+    ) -> list[tuple[int, int]]:
+        """Make room for `counts` more tokens of each sequence, and count them unless reserve_only.
+
+        Returns:
+            (from, to) pages to copy before anything is written: shared pages that get tokens.
+        Raises:
+            OutOfPagesError: not enough pages for all of them together.
+        """
+        if len(set(sequences)) != len(sequences):
+            raise OptionError(f"sequences {list(sequences)} names one twice; give each once.")
+        entries = [self._entry(s) for s in sequences]
+        for sequence, count in zip(sequences, counts, strict=True):
+            if count < 0:
+                raise ShapeError(f"sequence {sequence} is extended by {count} tokens; 0 or more.")
+        owners, needed = self.allocator.owners, 0
+        unshared: list[tuple[_Entry, int]] = []
+        claims: dict[int, int] = {}
+        for entry, count in zip(entries, counts, strict=True):
+            needed += max(0, self._num_pages(entry.length + count) - len(entry.pages))
+            for place in self._written(entry, count):
+                page = entry.pages[place]
+                # the last owner that asks keeps the page: everybody else takes a copy
+                if owners(page) - claims.get(page, 0) > 1:
+                    claims[page] = claims.get(page, 0) + 1
+                    unshared.append((entry, place))
+        fresh = self.allocator.allocate(needed + len(unshared))
+        copies = []
+        for entry, place in unshared:
+            old, entry.pages[place] = entry.pages[place], fresh.pop()
+            copies.append((old, entry.pages[place]))
+            self.allocator.release([old])
+        for entry, count in zip(entries, counts, strict=True):
+            lacking = max(0, self._num_pages(entry.length + count) - len(entry.pages))
+            entry.pages += fresh[:lacking]
+            del fresh[:lacking]
+            if not reserve_only:
+                entry.length += count
+        return copies
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A new sequence that begins with the first `length` tokens of another, and shares their
+        pages until one of the two writes into them."""
+        entry = self._entry(sequence)
+        length = entry.length if length is None else length
+        if not 0 <= length <= entry.length:
+            raise ShapeError(
+                f"sequence {sequence} has {entry.length} tokens; a fork of its first {length} does "
+                "not exist."
+            )
+        self._check_kept(sequence, length)
+        pages = entry.pages[: self._num_pages(length)]
+        self.allocator.share(p for p in pages if p != DROPPED)
+        return self._add(_Entry(pages, length))
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget all tokens from `length` on, and free the pages that only they and reserved room
+        took."""
+        entry = self._entry(sequence)
+        if not 0 <= length <= entry.length:
+            raise ShapeError(
+                f"sequence {sequence} has {entry.length} tokens; it cannot be cut to {length}."
+            )
+        self._check_kept(sequence, length)
+        kept = self._num_pages(length)
+        gone = entry.pages[kept:]
+        del entry.pages[kept:]
+        entry.length = length
+        self.allocator.release(p for p in gone if p != DROPPED)
+
+    def drop_before(self, sequence: int, position: int) -> int:
+        """Free the pages whose tokens all lie before a position; how many there were.
+
+        Positions of the other tokens stay. For sliding windows: no query may look there again.
+        """
+        entry = self._entry(sequence)
+        if not 0 <= position <= entry.length:
+            raise ShapeError(
+                f"sequence {sequence} has {entry.length} tokens; position {position} is not one of "
+                "them."
+            )
+        places = range(position // self.page_size)
+        gone = [entry.pages[i] for i in places if entry.pages[i] != DROPPED]
+        for i in places:
+            entry.pages[i] = DROPPED
+        self.allocator.release(gone)
+        return len(gone)
+
+    def free(self, sequences: Iterable[int]) -> None:
+        """Forget sequences; their names are never given again."""
+        sequences = list(sequences)
+        entries = [self._entry(s) for s in dict.fromkeys(sequences)]
+        for entry in entries:
+            self.allocator.release(p for p in entry.pages if p != DROPPED)
+        for sequence in sequences:
+            self._entries.pop(sequence, None)
+
+    def compact(self) -> dict[int, int]:
+        """Rename pages so that the used ones are the lowest; old -> new, to be copied."""
+        moves = self.allocator.compaction()
+        self.allocator.move(moves)
+        for entry in self._entries.values():
+            entry.pages = [moves.get(page, page) for page in entry.pages]
+        return moves
+
+    def check(self) -> None:
+        """AssertionError unless the owners of every page are the sequences that list it."""
+        self.allocator.check()
+        counted: dict[int, int] = {}
+        for entry in self._entries.values():
+            held = [p for p in entry.pages if p != DROPPED]
+            assert len(set(held)) == len(held), "a sequence lists a page twice"
+            assert len(entry.pages) >= self._num_pages(entry.length), "tokens without a page"
+            for page in held:
+                counted[page] = counted.get(page, 0) + 1
+        for page in range(self.allocator.num_pages):
+            owners = self.allocator.owners(page)
+            assert owners == counted.get(page, 0), f"page {page} has {owners} owners"
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as lists and numbers."""
+        return {
+            "page_size": self.page_size,
+            "next": self._next,
+            "sequences": {s: [e.length, list(e.pages)] for s, e in self._entries.items()},
+            **self.allocator.state(),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> PageBook:
+        """The book that `state` described."""
+        made = cls(0, state["page_size"])
+        made.allocator = PageAllocator.from_state(state["owners"], state["free"])
+        made._next = state["next"]
+        made._entries = {
+            int(s): _Entry(list(pages), length) for s, (length, pages) in state["sequences"].items()
+        }
+        made.check()
+        return made
+
+    def _entry(self, sequence: int) -> _Entry:
+        found = self._entries.get(sequence)
+        if found is None:
+            raise OptionError(
+                f"there is no sequence {sequence}: it was freed, or never made here. Live ones are "
+                f"named by `sequences`; there are {len(self._entries)}."
+            )
+        return found
+
+    def _check_kept(self, sequence: int, length: int) -> None:
+        """Raise if the next token would go into a page that was dropped."""
+        place, offset = divmod(length, self.page_size)
+        if offset and self._entry(sequence).pages[place] == DROPPED:
+            raise ShapeError(
+                f"sequence {sequence} dropped the page of token {length - 1}; it cannot go on from "
+                f"its first {length} tokens. Drop pages only as far back as it may be cut."
+            )
+
+    def _add(self, entry: _Entry) -> int:
+        name = self._next
+        self._next += 1
+        self._entries[name] = entry
+        return name
+
+    def _num_pages(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _written(self, entry: _Entry, count: int) -> range:
+        """Places of the pages that exist and get some of the next `count` tokens."""
+        if not count:
+            return range(0)
+        first = entry.length // self.page_size
+        return range(first, min(self._num_pages(entry.length + count), len(entry.pages)))

@@ -1,0 +1,288 @@
+"""PagedKVCache: keys and values of many sequences of any length, in pages of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attnloom.errors import OptionError, ShapeError
+from attnloom.paged.batch import PagedBatch
+from attnloom.paged.book import PageBook
+from attnloom.paged.table import PagedKV, check_page_size
+
+
+class PagedKVCache:
+    """Keys and values of many sequences, in pages that are handed out as they grow.
+
+    A step of a model: `extend` the sequences by their new tokens, then for each layer `write` and
+    flex_attention on what it returns. A cache of one layer does all of it in `append`. Sequences
+    are named by ints that `new` and `fork` give.
+
+    Every operation is all or nothing: when pages run out, OutOfPagesError is raised and nothing has
+    changed. Masks and score_mods see positions in the sequence, wherever its pages lie.
+
+    Attributes:
+        book: PageBook, the sequences and their pages; knows nothing of tensors.
+        keys, values: for each layer [num_pages + 2, Hkv, page_size, D]. One page more stands for
+            those that `drop_before` freed: a query that looks there gets NaN, not a wrong number.
+            The other takes what padding writes.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        num_layers: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Make a cache without sequences.
+
+        Args:
+            num_pages: shared by all sequences and used by all layers alike.
+            page_size: tokens a page, a power of two from 16.
+            value_dim: Dv; default: head_dim.
+            dtype, device: of keys and values; torch's defaults.
+        Raises:
+            OptionError: a size means nothing.
+        """
+        check_page_size(page_size)
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {"num_pages": num_pages, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes |= {"value_dim": value_dim, "num_layers": num_layers}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise OptionError(f"{name} is {size!r}; it must be an int of 1 or more.")
+        self.book = PageBook(num_pages, page_size)
+        self.page_size = page_size
+        self.dropped_page, scrap_page = num_pages, num_pages + 1
+        self.scrap_row = scrap_page * page_size
+        shape = (num_pages + 2, num_kv_heads, page_size)
+        self.keys, self.values = (
+            [torch.empty(*shape, d, dtype=dtype, device=device) for _ in range(num_layers)]
+            for d in (head_dim, value_dim)
+        )
+        for key, value in zip(self.keys, self.values, strict=True):
+            key[self.dropped_page] = torch.nan
+            value[self.dropped_page] = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.book.allocator.num_free
+
+    @property
+    def sequences(self) -> list[int]:
+        """Names of the live sequences, oldest first."""
+        return self.book.sequences
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return self.book.length(sequence)
+
+    def layer_tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Storage of keys and of values of a layer, [num_pages + 2, Hkv, page_size, D]."""
+        if not 0 <= layer < self.num_layers:
+            raise OptionError(
+                f"layer is {layer}; this cache has layers 0 to {self.num_layers - 1}."
+            )
+        return self.keys[layer], self.values[layer]
+
+    def new(self) -> int:
+        """A sequence without tokens."""
+        return self.book.new()
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A new sequence that begins with the first `length` tokens of another (default: all).
+
+        They share pages until one of them writes into one; that page is then copied.
+        """
+        return self.book.fork(sequence, length)
+
+    def reserve(self, sequence: int, length: int) -> None:
+        """Take the pages now that `length` tokens of a sequence will need.
+
+        Raises:
+            OutOfPagesError: there are not enough.
+        """
+        more = max(0, length - self.book.length(sequence))
+        self._copy(self.book.extend([sequence], [more], reserve_only=True))
+
+    def extend(
+        self, sequences: Sequence[int], counts: Sequence[int] | int, q_len: int | None = None
+    ) -> PagedBatch:
+        """Add tokens to sequences, whose keys and values are then to be written.
+
+        Args:
+            sequences: each once; they become the batch entries.
+            counts: new tokens of each, or of all.
+            q_len: rows of query; default: the greatest count.
+        Raises:
+            OutOfPagesError: they do not all fit; none was extended.
+        """
+        counts = [counts] * len(sequences) if isinstance(counts, int) else list(counts)
+        self._check_counts(sequences, counts)
+        self._copy(self.book.extend(sequences, counts))
+        return self.batch(sequences, counts, q_len)
+
+    def append(
+        self,
+        sequences: Sequence[int],
+        key: torch.Tensor,
+        value: torch.Tensor,
+        counts: Sequence[int] | int | None = None,
+    ) -> PagedBatch:
+        """Add tokens with their keys and values, in a cache of one layer.
+
+        Args:
+            key: [B, Hkv, n, D]; value: [B, Hkv, n, Dv].
+            counts: how many of the n tokens exist in each sequence, the first ones; default: all.
+        Returns:
+            the batch whose queries are these tokens: flex_attention(query, batch.layer()).
+        Raises:
+            OutOfPagesError: they do not all fit; nothing was written.
+        """
+        if self.num_layers != 1:
+            raise OptionError(
+                f"append writes one layer, this cache has {self.num_layers}: use batch = "
+                "extend(sequences, counts), then batch.write(key, value, layer) in every layer."
+            )
+        n = key.size(2)
+        for name, new, stored in (
+            ("key", key, self.keys[0]),
+            ("value", value, self.values[0]),
+        ):
+            want = (len(sequences), stored.size(1), n, stored.size(3))
+            if tuple(new.shape) != want:
+                raise ShapeError(
+                    f"{name} is {list(new.shape)}; {len(sequences)} sequences of this cache take "
+                    f"{list(want)}."
+                )
+        batch = self.extend(sequences, n if counts is None else counts, n)
+        batch.write(key, value)
+        return batch
+
+    def batch(
+        self,
+        sequences: Sequence[int] | None = None,
+        counts: Sequence[int] | int = 1,
+        q_len: int | None = None,
+    ) -> PagedBatch:
+        """A batch of sequences as they are, whose queries are the newest `counts` tokens of each.
+
+        Args:
+            sequences: default: all live ones, oldest first.
+            q_len: rows of query; default: the greatest count.
+        """
+        sequences = self.sequences if sequences is None else list(sequences)
+        counts = [counts] * len(sequences) if isinstance(counts, int) else list(counts)
+        self._check_counts(sequences, counts)
+        q_len = max(counts, default=0) if q_len is None else q_len
+        longest = max((self.length(s) for s in sequences), default=0)
+        # a power of two, so that few sizes are met while sequences grow
+        width = 1 << (max(1, -(-longest // self.page_size)) - 1).bit_length()
+        made = PagedBatch(self, len(sequences), q_len, width, longest)
+        made.update(sequences, counts)
+        return made
+
+    def empty_batch(self, size: int, max_length: int, q_len: int = 1) -> PagedBatch:
+        """A batch to be filled by `PagedBatch.update` again and again, in place.
+
+        Args:
+            size: sequences at most. max_length: tokens at most in each. q_len: rows of query.
+        """
+        width = max(1, -(-max_length // self.page_size))
+        return PagedBatch(self, size, q_len, width, max_length)
+
+    def layer(self, layer: int = 0, q_len: int = 1) -> PagedKV:
+        """Keys and values of all live sequences, the newest q_len tokens of each being queries."""
+        return self.batch(None, q_len).layer(layer)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens from `length` on, and free pages that only they took."""
+        self.book.truncate(sequence, length)
+
+    def drop_before(self, sequence: int, position: int) -> int:
+        """Free the pages whose tokens all lie before a position: those that a sliding window has
+        passed. A query that still looks there gets NaN.
+
+        Returns:
+            how many pages this sequence gave up.
+        """
+        return self.book.drop_before(sequence, position)
+
+    def free(self, sequences: int | Iterable[int]) -> None:
+        """Forget sequences and free the pages that no other one shares."""
+        self.book.free([sequences] if isinstance(sequences, int) else sequences)
+
+    def defragment(self) -> int:
+        """Move pages so that the used ones come first; how many moved. Batches made before are
+        stale: `update` them."""
+        moves = self.book.compact()
+        self._copy(list(moves.items()))
+        return len(moves)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sequences, used pages and what they hold; `load_state_dict` of a cache of the same sizes
+        takes it."""
+        used = sorted({p for s in self.sequences for p in self.book.pages(s) if p >= 0})
+        index = torch.tensor(used, dtype=torch.int64, device=self.device)
+        return {
+            "book": self.book.state(),
+            "used": used,
+            "keys": [key[index] for key in self.keys],
+            "values": [value[index] for value in self.values],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become the cache whose `state_dict` this is.
+
+        Raises:
+            ShapeError: it has other sizes.
+        """
+        book = PageBook.from_state(state["book"])
+        index = torch.tensor(state["used"], dtype=torch.int64, device=self.device)
+        pairs = [
+            *zip(self.keys, state["keys"], strict=False),
+            *zip(self.values, state["values"], strict=False),
+        ]
+        same_pages = (
+            book.allocator.num_pages == self.book.allocator.num_pages
+            and book.page_size == self.page_size
+            and len(state["keys"]) == self.num_layers
+        )
+        if not same_pages or any(new.shape[1:] != old.shape[1:] for old, new in pairs):
+            raise ShapeError(
+                f"the state has {book.allocator.num_pages} pages of {book.page_size} tokens and "
+                f"{len(state['keys'])} layers of {list(state['keys'][0].shape[1:])}; this cache "
+                f"{self.book.allocator.num_pages} of {self.page_size} and {self.num_layers} of "
+                f"{list(self.keys[0].shape[1:])}."
+            )
+        for stored, saved in pairs:
+            stored[index] = saved.to(stored)
+        self.book = book
+
+    def _check_counts(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        if len(counts) != len(sequences):
+            raise ShapeError(f"{len(sequences)} sequences, but {len(counts)} counts; one each.")
+
+    def _copy(self, pages: list[tuple[int, int]]) -> None:
+        """Copy whole pages of every layer; none is both read and written."""
+        if not pages:
+            return
+        source, target = torch.tensor(pages, dtype=torch.int64).to(self.device).unbind(1)
+        for stored in (*self.keys, *self.values):
+            stored[target] = stored[source]
