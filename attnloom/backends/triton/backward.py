@@ -6,12 +6,14 @@ that the three are bitwise the same from run to run. One kernel of 5 products th
 dq to memory was slower at every head dimension measured (docs/log.md).
 
 Glossary, beyond forward.py's
-    p            probabilities exp2(score_log2 - lse_log2); 0 where a score is masked
+    p            probabilities exp2(score_log2 - lse_log2); 0 where a score is masked. With NATURAL
+                 exp2((score - lse) * log2(e)): the rounding of large scores cancels, at the price of
+                 an operation, which products by multiply-adds hide
     dp           dout . v^T
     delta        rowsum(out * dout) - dlse, so that dscore = p * (dp - delta)
-    stats        [2, B * Hq, PITCH]: lse_log2 = lse * log2(e), then delta; PITCH is Q_LEN in whole
-                 tiles, so that loads need no mask. Rows without keys and rows past Q_LEN have
-                 lse_log2 = +inf, hence p = 0, without a mask either
+    stats        [2, B * Hq, PITCH]: lse_log2 = lse * log2(e) (NATURAL: lse), then delta; PITCH is
+                 Q_LEN in whole tiles, so that loads need no mask. Rows without keys and rows past
+                 Q_LEN have lse_log2 = +inf, hence p = 0, without a mask either
     sums, sinks  what gradients of captured tensors carry and where they go, see emit_grad.py
 """
 
@@ -110,28 +112,45 @@ def probabilities(raw, scale, lse_log2, ctx, b, h, offs_0, offs_1, cfg: tl.const
 
     Fragments are emitted for that orientation: offs_0 takes the place of their q."""
     score = raw * scale
+    modded = score
     if cfg.HAS_SCORE:
         args, head, row = ctx
-        log2 = cfg.SCORE_BODY(args, head, row, b, h, offs_0, offs_1, score) * LOG2_E
+        modded = cfg.SCORE_BODY(args, head, row, b, h, offs_0, offs_1, score)
+    if cfg.NATURAL:
+        log2 = (modded - lse_log2) * LOG2_E
+    elif cfg.HAS_SCORE:
+        log2 = modded * LOG2_E - lse_log2
     else:
-        # one fused multiply-add with what follows
-        log2 = raw * (scale * LOG2_E)
-    return score, tl.exp2(log2 - lse_log2)
+        log2 = raw * (scale * LOG2_E) - lse_log2  # one fused multiply-add
+    return score, tl.exp2(log2)
 
 
 @triton.jit
-def masked(p, ctx, b, h, offs_0, offs_1, inside, cfg: tl.constexpr):
-    """p where the mask holds and `inside` does, else 0. Positions are the mask's."""
+def kept(ctx, b, h, offs_0, offs_1, inside, cfg: tl.constexpr):
+    """Whether the mask holds and `inside` does. Positions are the mask's."""
     if cfg.HAS_MASK:
         args, head, row = ctx
         inside = inside & cfg.MASK_BODY(args, head, row, b, h, offs_0, offs_1)
-    return tl.where(inside, p, 0.0)
+    return inside
+
+
+@triton.jit
+def early_gradient(p, score, sums, sinks, ctx, b, h, offs_0, offs_1, cfg: tl.constexpr):
+    """p, or with EARLY what dscore / (dp - delta) becomes before the mod.
+
+    The derivative by the score is linear in dscore. Applied to p already, it needs neither the
+    score nor what the mod left of it while the two products after it run: 32 registers a thread
+    for soft-capping."""
+    if cfg.EARLY:
+        args, head, row = ctx
+        p, sums = cfg.GRAD_BODY(args, sinks, head, row, b, h, offs_0, offs_1, score, p, sums)
+    return p
 
 
 @triton.jit
 def score_gradient(ds, score, sums, sinks, ctx, b, h, offs_0, offs_1, cfg: tl.constexpr):
     """dL/d(score before the mod), and the sums with this tile's contributions."""
-    if cfg.HAS_SCORE:
+    if cfg.HAS_SCORE and not cfg.EARLY:
         args, head, row = ctx
         grad, sums = cfg.GRAD_BODY(args, sinks, head, row, b, h, offs_0, offs_1, score, ds, sums)
         # a derivative may be infinite where nothing is propagated
@@ -171,6 +190,7 @@ def delta_kernel(out, dout, dlse, lse, stats, shape, strides, cfg: tl.constexpr)
     if cfg.HAS_DLSE:
         delta -= tl.load(dlse + at, mask=live, other=0.0)
     natural = tl.load(lse + at, mask=live, other=float("-inf"))
-    lse_log2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2_E)
+    unit: tl.constexpr = 1.0 if cfg.NATURAL else LOG2_E
+    lse_log2 = tl.where(natural == float("-inf"), float("inf"), natural * unit)
     tl.store(stats + to, lse_log2)
     tl.store(stats + whole(shape, 9) * pitch + to, delta)

@@ -61,6 +61,7 @@ class ForwardConfig(KernelConfig):
     PRECISION: str
     OPERAND: tl.dtype
     ACC: tl.dtype
+    NATURAL: bool
     SCORE_HEAD: JITFunction | None = None
     SCORE_ROW: JITFunction | None = None
     SCORE_BODY: JITFunction | None = None
@@ -151,7 +152,14 @@ def target_of(call: AttentionCall) -> emit.Target:
     # float32 inputs buy float32's accuracy; the hardware's log and exp are a few units off it
     exact = call.options.exact_math or not half
     arch = configs.device_of(call.query.device).arch
-    return emit.Target(half and not exact and arch >= 75, _is_wide(call), exact)
+    return emit.Target(half and not exact and arch >= 75, _is_wide(call), exact, _is_near(call))
+
+
+def _is_near(call: AttentionCall) -> bool:
+    blocks = call.blocks
+    offset = 0 if blocks is None else max(abs(blocks.q_offset), abs(blocks.kv_offset))
+    reach = max(call.query.size(2), call.key.size(2)) + offset + configs.MAX_TILE
+    return max(reach, call.query.size(0), call.query.size(1)) <= emit.NEAR
 
 
 def _is_wide(call: AttentionCall) -> bool:
@@ -188,6 +196,7 @@ def shared_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> 
         "PRECISION": precision_of(call, dtype),
         "OPERAND": _TL[dtype],
         "ACC": _TL[wide],
+        "NATURAL": num_tries(call) == 1,
         **fragment_fields("SCORE", score),
         **fragment_fields("MASK", mask),
     }

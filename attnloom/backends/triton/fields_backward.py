@@ -31,7 +31,8 @@ _GRAD_PARTS = ("head", "row", "begin", "body", "flush")
 class BackwardConfig(KernelConfig):
     """Everything that a key or row kernel is compiled for; see backward.py's glossary.
 
-    SLICE: columns of a slice of D and Dv, see backward.inner; 0: none.
+    EARLY: see backward.early_gradient.
+    SLICE: columns of a slice of D and Dv, see backward.inner; 0: none. NATURAL: see backward.py.
     SUB: tiles of a step in a block of the mask. TILES_PER_BLOCK: tiles that are owned in one.
     """
 
@@ -59,8 +60,10 @@ class BackwardConfig(KernelConfig):
     OPERAND: tl.dtype
     ACC: tl.dtype
     SLICE: int
+    NATURAL: bool
     WANT_DK: bool
     WANT_DV: bool
+    EARLY: bool = False
     SCORE_HEAD: JITFunction | None = None
     SCORE_ROW: JITFunction | None = None
     SCORE_BODY: JITFunction | None = None
@@ -84,6 +87,7 @@ class DeltaConfig(KernelConfig):
     CHUNK: int
     DV: int
     HAS_DLSE: bool
+    NATURAL: bool
     USE_TMA: bool
     ALIGNED: bool
     ACC: tl.dtype
@@ -137,6 +141,7 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
         OPERAND=triton_type(dtype),
         ACC=triton_type(operands.real),
         SLICE=_SLICE if operands.by_multiply_adds else 0,
+        NATURAL=operands.by_multiply_adds,
         WANT_DK=role.want_dk,
         WANT_DV=role.want_dv,
         **_fragments(operands, role),
@@ -162,6 +167,8 @@ def _fragments(operands: Operands, role: Role) -> dict[str, Any]:
         turned = emit_grad.exchanged(score) if role.own_keys else score
         found |= fragment_fields("SCORE", score_fragment(turned, target))
         found |= _gradient_fragment(score, target, exact, role)
+        plain = role.sinks is None and not role.peaks
+        found["EARLY"] = plain and emit_grad.is_tame(emit_grad.gradient_of(score, exact).program)
     return found
 
 

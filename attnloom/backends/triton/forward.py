@@ -97,7 +97,10 @@ def accumulate(state, s, c, v_src, v_at, kv, cfg: tl.constexpr):
     if cfg.MAY_MASK or cfg.HAS_SCORE:
         # a row without a key so far would give exp2(-inf + inf)
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * c - (m_use * c)[:, None])
+    if cfg.NATURAL:
+        p = tl.exp2((s - m_use[:, None]) * c)
+    else:
+        p = tl.exp2(s * c - (m_use * c)[:, None])
     alpha = tl.exp2((m_i - m_use) * c)
     l_i = l_i * alpha + tl.sum(p, 1)
     alpha = alpha[:, None]

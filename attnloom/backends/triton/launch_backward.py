@@ -59,12 +59,12 @@ def backward(
     if captured is not None:
         dtensors = captured.total(scales)
     elif call.score is not None:
-        dtensors = _zeros(call)
+        dtensors = zero_gradients(call)
     dq, dk, dv = operands.dq, operands.dk, operands.dv
     return Gradients(dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dtensors)
 
 
-def _zeros(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
+def zero_gradients(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
     """Gradients of captured tensors that no score depends on differentiably."""
     assert call.score is not None
     specs = call.score.program.tensors
@@ -103,6 +103,7 @@ def _prepare_delta(operands: Operands) -> Launcher:
         CHUNK=min(_DELTA_COLUMNS, max(16, triton.next_power_of_2(width))),
         DV=width,
         HAS_DLSE=operands.dlse is not None,
+        NATURAL=operands.by_multiply_adds,
         USE_TMA=False,
         ALIGNED=is_aligned(operands.out) and is_aligned(operands.dout),
         ACC=triton_type(operands.real),
