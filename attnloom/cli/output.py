@@ -30,7 +30,8 @@ def to_json(report: object) -> str:
 
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kept = [f for f in dataclasses.fields(value) if f.metadata.get("plain", True)]
+        fields = {f.name: _plain(getattr(value, f.name)) for f in kept}
         verdicts = {n: getattr(value, n) for n in ("passed", "healthy") if hasattr(value, n)}
         return fields | verdicts
     if isinstance(value, dict):

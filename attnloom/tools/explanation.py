@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -111,8 +111,8 @@ class MaskSummary:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `explain` found. mask is None without a mask_mod, gradient without a score_mod, speed
-    when it was not measured."""
+    """What `explain` found. mask and block_mask are None without a mask_mod, gradient without a
+    score_mod, speed when it was not measured. block_mask, for pictures, is no part of its JSON."""
 
     setting: Setting
     mods: tuple[TracedMod, ...]
@@ -120,6 +120,7 @@ class Explanation:
     mask: MaskSummary | None
     backend: BackendChoice
     speed: SpeedEstimate | None
+    block_mask: BlockMask | None = field(default=None, repr=False, metadata={"plain": False})
 
 
 def explain(
@@ -202,6 +203,7 @@ def explain(
         mask_summary,
         backend,
         speed,
+        block_mask,
     )
 
 
