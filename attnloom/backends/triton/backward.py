@@ -6,9 +6,9 @@ that the three are bitwise the same from run to run. One kernel of 5 products th
 dq to memory was slower at every head dimension measured (docs/log.md).
 
 Glossary, beyond forward.py's
-    p            probabilities exp2(score_log2 - lse_log2); 0 where a score is masked. With NATURAL
-                 exp2((score - lse) * log2(e)): the rounding of large scores cancels, at the price of
-                 an operation, which products by multiply-adds hide
+    p            probabilities exp2(score_log2 - lse_log2); 0 where a score is masked. NATURAL:
+                 exp2((score - lse) * log2(e)), where the rounding of large scores cancels, for one
+                 operation more, which products by multiply-adds hide
     dp           dout . v^T
     delta        rowsum(out * dout) - dlse, so that dscore = p * (dp - delta)
     stats        [2, B * Hq, PITCH]: lse_log2 = lse * log2(e) (NATURAL: lse), then delta; PITCH is
