@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
 from attnloom.backends.triton import launch_decode, launch_forward
 from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.configs import MAX_HEAD_DIM
+from attnloom.backends.triton.lists import fitted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _POSITIONS = 2**31 - 256  # row and key numbers of the last tile fit int32
@@ -27,6 +29,8 @@ class TritonBackend:
                 f"query is on {query.device}; Triton kernels run on CUDA and ROCm devices, and on "
                 "the CPU only when TRITON_INTERPRET=1 was set before the first import."
             )
+        if call.table is not None:
+            return "its sequences have lengths of their own."
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dtype not in _DTYPES:
                 return (
@@ -43,8 +47,9 @@ class TritonBackend:
 
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
         with _on(call.query.device):
-            run = launch_decode.decode if launch_decode.is_decode(call) else launch_forward.forward
-            return run(call, want_max_scores)
+            if launch_decode.is_decode(call):
+                return launch_decode.decode(call, want_max_scores)
+            return launch_forward.forward(_fitted(call), want_max_scores)
 
     def backward(
         self,
@@ -57,7 +62,16 @@ class TritonBackend:
         from attnloom.backends.triton import launch_backward
 
         with _on(call.query.device):
-            return launch_backward.backward(call, out, lse, dout, dlse)
+            return launch_backward.backward(_fitted(call), out, lse, dout, dlse)
+
+
+def _fitted(call: AttentionCall) -> AttentionCall:
+    """The call with blocks that its lengths have a use for."""
+    blocks = call.blocks
+    if blocks is None:
+        return call
+    smaller = fitted(blocks)
+    return call if smaller is blocks else replace(call, blocks=smaller)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
