@@ -31,6 +31,8 @@ class GluonBackend:
         from attnloom.backends.gluon import launch_forward
 
         why = gate.call_refusal(call) or launch_forward.refusal(call)
+        if why is None and call.options.backend == "auto":
+            why = launch_forward.slower(call)
         if why is not None:
             return self._other(call, why).forward(call, want_max_scores)
         with torch.cuda.device(call.query.device):

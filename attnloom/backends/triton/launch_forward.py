@@ -129,7 +129,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         0 if blocks is None else blocks.q_offset,
         0 if blocks is None else blocks.kv_offset,
         0 if key.size(0) == 1 else 1,
-        _heads_together(call, configs.device_of(query.device)),
+        heads_together(call, configs.device_of(query.device)),
         overhanging_block(call),
     )
     strides = [step for t in tensors.operands for step in steps(t)]
@@ -172,7 +172,7 @@ def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
     return configs.forward_tiles(configs.device_of(query.device), shape)
 
 
-def _heads_together(call: AttentionCall, device: configs.Device) -> int:
+def heads_together(call: AttentionCall, device: configs.Device) -> int:
     """Query heads taken together, whole groups of a key head: a power of two of key heads whose
     keys and values share about a third of the L2 cache (H200, S = 8192: 4 heads at D = 128, 8 at
     64)."""

@@ -1,0 +1,58 @@
+"""Which tiles the Gluon forward runs with, by head dimensions. Measurements: docs/log.md."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+ROWS = 64  # queries of a consumer
+_WIDTHS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to run the kernel; see forward_shared.py and forward_sm90.py.
+
+    registers, load_registers: a thread, of consumers after the first and of the producer; the first
+        consumer has what is left.
+    """
+
+    consumers: int
+    tile_n: int
+    stages: int
+    q_stages: int
+    overlap: bool
+    out_in_q: bool
+    registers: int
+    load_registers: int
+
+    @property
+    def tile_m(self) -> int:
+        return self.consumers * ROWS
+
+
+def width_of(head_dim: int) -> int:
+    """A head dimension as tiles cover it: TMA fills what is not there with zeros."""
+    return next(w for w in _WIDTHS if head_dim <= w)
+
+
+# The larger of D and Dv as covered -> forms, best first.
+_FORMS: dict[int, tuple[Form, ...]] = {
+    64: (
+        Form(3, 128, 2, 2, False, False, 160, 32),
+        Form(2, 128, 2, 2, True, False, 240, 24),
+    ),
+    128: (Form(2, 128, 2, 2, True, False, 240, 24),),
+    256: (Form(2, 64, 2, 1, True, True, 240, 24),),
+}
+
+
+@functools.lru_cache(maxsize=256)
+def forms(width: int, max_m: int | None, max_n: int | None) -> tuple[Form, ...]:
+    """Forms to try, best first; max_m, max_n: sizes that tiles must divide (blocks of a mask)."""
+    return tuple(
+        form
+        for form in _FORMS[width]
+        if (max_m is None or max_m % form.tile_m == 0)
+        and (max_n is None or max_n % form.tile_n == 0)
+    )

@@ -1,0 +1,133 @@
+"""The producer warp of the forward: draws tiles, and copies their queries, keys and values.
+
+Tiles are drawn from a counter in memory, so that a program that is done early takes more. They are
+numbered as in backends/triton/forward.py: within heads that share the L2 cache, tiles with most
+live blocks first. What a tile needs from memory before its first copy is read while the copies of
+the tile before are under way. Glossary: forward_shared.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from attnloom.backends.gluon.forward_shared import (
+    ROWS,
+    give_job,
+    phase_of,
+    put,
+    query_phase,
+    query_slot,
+    slot_of,
+)
+
+
+@gluon.jit
+def _box(tile, N: gl.constexpr, COLS: gl.constexpr, cfg: gl.constexpr):
+    """A tile as the descriptors of [B, H, L, D] tensors see it."""
+    return tile._reinterpret(cfg.OPERAND, [1, 1, N, COLS], gl.NVMMASharedLayout(128, 16, 4))
+
+
+@gluon.jit
+def _load_step(k_desc, v_desc, mem, b, h, tag, n, cfg: gl.constexpr):
+    N: gl.constexpr = cfg.TILE_N
+    slot, phase = slot_of(n, cfg), phase_of(n, cfg) ^ 1
+    row = (tag >> 1) * N
+    full = mem.k_full.index(slot)
+    mbarrier.wait(mem.k_empty.index(slot), phase)
+    if cfg.NEEDS_KEYS:
+        put(mem.tags.index(slot), tag)
+    mbarrier.expect(full, N * cfg.D * 2)
+    k_box = _box(mem.k.index(slot), N, cfg.D, cfg)
+    tma.async_copy_global_to_shared(k_desc, [b, h, row, 0], full, k_box)
+    full = mem.v_full.index(slot)
+    mbarrier.wait(mem.v_empty.index(slot), phase)
+    mbarrier.expect(full, N * cfg.DV * 2)
+    v_box = _box(mem.v.index(slot), N, cfg.DV, cfg)
+    tma.async_copy_global_to_shared(v_desc, [b, h, row, 0], full, v_box)
+
+
+@gluon.jit
+def _load_query(q_desc, mem, b, h, tile, n, cfg: gl.constexpr):
+    for i in gl.static_range(cfg.CONSUMERS):
+        slot = query_slot(n, i, cfg)
+        full = mem.q_full.index(slot)
+        mbarrier.wait(mem.q_empty.index(slot), query_phase(n, cfg) ^ 1)
+        mbarrier.expect(full, ROWS * cfg.D * 2)
+        box = _box(mem.q.index(slot), ROWS, cfg.D, cfg)
+        row = (tile * cfg.CONSUMERS + i) * ROWS
+        tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], full, box)
+
+
+@gluon.jit
+def _look_up(lists, plan, t, cfg: gl.constexpr):
+    """(tile, b * Hq + h, first and last step) of the t-th tile of the launch."""
+    heads, _, num_tiles, together, units, steps, _, _, _ = plan
+    batch = t // (together * num_tiles)
+    width = gl.minimum(units - batch * together, together)
+    local = t - batch * together * num_tiles
+    tile = local // width
+    unit = batch * together + local % width
+    first = tile * 0
+    last = steps
+    if cfg.HAS_LISTS:
+        b, h = unit // heads, unit % heads
+        listed = b * lists[2] + h * lists[3]
+        work = lists[1] + (listed.to(gl.int64) * num_tiles + tile) * 3
+        tile = gl.load(work).to(gl.int32)
+        first = gl.load(work + 1) * cfg.SUB
+        last = gl.load(work + 2) * cfg.SUB
+    return tile, unit, first, last
+
+
+@gluon.jit
+def _first_entry(lists, first, last, cfg: gl.constexpr):
+    if cfg.HAS_LISTS:
+        return gl.load(lists[0] + first // cfg.SUB, mask=first < last, other=0)
+    else:
+        return 0
+
+
+@gluon.jit
+def _load_keys(k_desc, v_desc, lists, mem, b, h, first, last, entry, overhang, n,
+               cfg: gl.constexpr):  # fmt: skip
+    """The steps first .. last - 1 of a list; returns the number of the next step of the ring."""
+    for t in range(first, last):
+        if cfg.HAS_LISTS:
+            block = entry >> 1
+            key_tile = block * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)
+            tag = key_tile * 2 + ((entry & 1) | (block == overhang).to(gl.int32))
+            # loaded a step ahead: a load in place would delay the copies by its latency
+            entry = gl.load(lists[0] + gl.minimum((t + 1) // cfg.SUB, last // cfg.SUB - 1))
+        else:
+            tag = t * 2 + (1 if cfg.HAS_MASK else (t == overhang).to(gl.int32))
+        _load_step(k_desc, v_desc, mem, b, h, tag, n, cfg)
+        n += 1
+    return n
+
+
+@gluon.jit
+def load_tiles(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.constexpr):
+    """The partition of the producer. plan = (Hq, GROUP, row tiles, heads of a batch, B * Hq, steps
+    without lists, tiles of the launch, kv batch step, what overhangs KV_LEN)."""
+    heads, group, _, _, _, _, total, step_b, overhang = plan
+    n = 0
+    num_tiles = 0
+    t = gl.atomic_add(counter, 1)
+    tile, unit, first, last = _look_up(lists, plan, gl.minimum(t, total - 1), cfg)
+    entry = _first_entry(lists, first, last, cfg)
+    while t < total:
+        t = gl.atomic_add(counter, 1)
+        b, h = unit // heads, unit % heads
+        give_job(mem, num_tiles, tile, unit, (last - first).to(gl.int32))
+        _load_query(q_desc, mem, b, h, tile, num_tiles, cfg)
+        following = _look_up(lists, plan, gl.minimum(t, total - 1), cfg)
+        n = _load_keys(
+            k_desc, v_desc, lists, mem, b * step_b, h // group, first, last, entry, overhang, n, cfg
+        )
+        tile, unit, first, last = following
+        entry = _first_entry(lists, first, last, cfg)
+        num_tiles += 1
+    give_job(mem, num_tiles, -1, 0, 0)
+    if t == total + gl.num_programs(0) - 1:
+        # the last draw of the launch puts the counter back
+        gl.store(counter, 0)

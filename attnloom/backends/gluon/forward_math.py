@@ -1,0 +1,132 @@
+"""What a consumer of the forward computes on its tile of scores between the matrix products.
+
+Scores are [ROWS, TILE_N] in layout L: fragments are called with QX = 1, a vector of queries has
+SliceLayout(1, L) and one of keys SliceLayout(0, L). Glossary: forward_shared.py.
+
+    x            scores in the units that exponents are taken in: weight = 2**(x * base)
+    context      (b, h, queries, score, mask), the last two (args, head, row) of their fragments
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnloom.backends.gluon.forward_shared import ROWS
+from attnloom.backends.triton.device_math import LN_2
+
+
+@gluon.jit
+def exp2_fast(x):
+    """2**x; results below 2**-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _halves(x):
+    """The left and right half of the columns, which the same threads hold."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def row_max(x, L: gl.constexpr):
+    """Maximum of rows. The stock reduction is one chain of maxima a thread; two halvings before
+    it make four (D = 128 causal: +1-2%, H200)."""
+    left, right = _halves(x)
+    left, right = _halves(gl.maximum(left, right))
+    found = gl.max(gl.maximum(left, right), 1)
+    return gl.convert_layout(found, gl.SliceLayout(1, L), assert_trivial=True)
+
+
+@gluon.jit
+def contexts(score_args, mask_args, b, h, queries, q_offset, cfg: gl.constexpr):
+    """What fragments know of a head and of a consumer's queries."""
+    score = (score_args, 0, 0)
+    mask = (mask_args, 0, 0)
+    if cfg.HAS_SCORE:
+        head = cfg.SCORE_HEAD(score_args, b, h)
+        score = (score_args, head, cfg.SCORE_ROW(score_args, head, b, h, queries))
+    if cfg.HAS_MASK:
+        head = cfg.MASK_HEAD(mask_args, b, h)
+        mask = (mask_args, head, cfg.MASK_ROW(mask_args, head, b, h, queries + q_offset))
+    return b, h, queries, score, mask
+
+
+@gluon.jit
+def key_positions(tag, L: gl.constexpr, cfg: gl.constexpr):
+    return (tag >> 1) * cfg.TILE_N + gl.arange(0, cfg.TILE_N, gl.SliceLayout(0, L))
+
+
+@gluon.jit
+def columns(context, keys, cfg: gl.constexpr):
+    """What the score_mod needs of a step's keys; asked for before the scores are waited for."""
+    if cfg.HAS_SCORE:
+        b, h, _, score, _ = context
+        args, head, _ = score
+        return cfg.SCORE_COLUMN(args, head, b, h, keys)
+    else:
+        return (0,)
+
+
+@gluon.jit
+def modified(s, context, column, keys, factor, cfg: gl.constexpr):
+    """x of raw products, before the mask."""
+    if not cfg.UNSCALED:
+        s = s * factor
+    if cfg.HAS_SCORE:
+        b, h, queries, score, _ = context
+        args, head, row = score
+        s = cfg.SCORE_BODY(args, head, row, column, b, h, queries, keys, s, 1)
+    return s
+
+
+@gluon.jit
+def masked(s, context, keys, q_offset, kv_offset, kv_len, cfg: gl.constexpr):
+    """-inf where the mask is false and past the last key."""
+    if cfg.HAS_TAIL:
+        s = gl.where((keys < kv_len)[None, :], s, float("-inf"))
+    if cfg.HAS_MASK:
+        b, h, queries, _, mask = context
+        args, head, row = mask
+        q, kv = queries + q_offset, keys + kv_offset
+        column = cfg.MASK_COLUMN(args, head, b, h, kv)
+        s = gl.where(cfg.MASK_BODY(args, head, row, column, b, h, q, kv, 1), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def softmax_step(s, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
+    """(weights, m_i, l_i, what earlier weights are multiplied by)."""
+    m_new = gl.maximum(m_i, row_max(s, L))
+    top = m_new
+    if cfg.MAY_MASK or cfg.HAS_SCORE:
+        # a row without a key so far would give exp2(-inf + inf)
+        top = gl.where(m_new == float("-inf"), 0.0, m_new)
+    top = top * base
+    alpha = exp2_fast(m_i * base - top)
+    p = exp2_fast(s * base - top[:, None])
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def rescaled(acc, alpha, OUT: gl.constexpr):
+    """Rows of the output multiplied by a vector of queries."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
+    """(acc, m_i, l_i) before the first step."""
+    VECTOR: gl.constexpr = gl.SliceLayout(1, L)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, VECTOR)
+    l_i = gl.full([ROWS], 0.0, gl.float32, VECTOR)
+    return gl.zeros([ROWS, cfg.DV], gl.float32, OUT), m_i, l_i
+
+
+@gluon.jit
+def log_sums(m_i, l_i, base):
+    """(lse, maxima), natural units; -inf for rows without keys."""
+    natural = m_i * (base * LN_2)
+    return gl.where(l_i == 0, float("-inf"), natural + gl.log(l_i)), natural

@@ -1,0 +1,157 @@
+"""What the warps of a forward program share, and how they tell each other which tile comes next.
+
+Glossary, beyond backends/triton/forward.py
+    consumer     a warpgroup (4 warps) that owns ROWS queries of a tile
+    step         TILE_N keys and values against the tile's queries
+    ring         STAGES slots that steps take in turn, with a barrier for full and one for empty
+    slot, phase  of the n-th step: n & (STAGES - 1), and the parity of how often that was used
+    tag          of a step: key tile * 2 + whether the mask is to be applied
+    job          of a tile: its number (-1: no more), b * Hq + h, its number of steps
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+ROWS = gl.constexpr(64)  # queries of a consumer
+
+_Memory = gl.shared_memory_descriptor
+
+
+@aggregate
+class Shared:
+    """Tiles and barriers in shared memory.
+
+    q: [Q_STAGES * CONSUMERS, ROWS, D]; k: [STAGES, TILE_N, D]; v: [STAGES, TILE_N, DV];
+    out: [CONSUMERS, ROWS, DV], where results leave from; jobs: [2, 4]; tags: [STAGES, 1].
+    """
+
+    q: _Memory
+    k: _Memory
+    v: _Memory
+    out: _Memory
+    jobs: _Memory
+    tags: _Memory
+    q_full: _Memory
+    q_empty: _Memory
+    k_full: _Memory
+    k_empty: _Memory
+    v_full: _Memory
+    v_empty: _Memory
+    job_full: _Memory
+    job_empty: _Memory
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, out, jobs, tags, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+        job_full, job_empty,
+    ):  # fmt: skip
+        self.q, self.k, self.v, self.out = q, k, v, out
+        self.jobs, self.tags = jobs, tags
+        self.q_full, self.q_empty = q_full, q_empty
+        self.k_full, self.k_empty = k_full, k_empty
+        self.v_full, self.v_empty = v_full, v_empty
+        self.job_full, self.job_empty = job_full, job_empty
+
+
+@gluon.jit
+def allocate(cfg: gl.constexpr):
+    S: gl.constexpr = cfg.STAGES
+    C: gl.constexpr = cfg.CONSUMERS
+    Q: gl.constexpr = cfg.Q_STAGES * C
+    TILES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(cfg.OPERAND, [Q, ROWS, cfg.D], TILES)
+    out = q
+    if not cfg.OUT_IN_Q:
+        out = gl.allocate_shared_memory(cfg.OPERAND, [C, ROWS, cfg.DV], TILES)
+    mem = Shared(
+        q,
+        gl.allocate_shared_memory(cfg.OPERAND, [S, cfg.TILE_N, cfg.D], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [S, cfg.TILE_N, cfg.DV], TILES),
+        out,
+        gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
+        gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS),
+        gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+    )
+    for i in gl.static_range(Q):
+        mbarrier.init(mem.q_full.index(i), count=1)
+        mbarrier.init(mem.q_empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(mem.job_full.index(i), count=1)
+        mbarrier.init(mem.job_empty.index(i), count=C)
+    for i in gl.static_range(S):
+        mbarrier.init(mem.k_full.index(i), count=1)
+        mbarrier.init(mem.k_empty.index(i), count=C)
+        mbarrier.init(mem.v_full.index(i), count=1)
+        mbarrier.init(mem.v_empty.index(i), count=C)
+    fence_async_shared()
+    return mem
+
+
+@gluon.jit
+def slot_of(n, cfg: gl.constexpr):
+    return n & (cfg.STAGES - 1)
+
+
+@gluon.jit
+def phase_of(n, cfg: gl.constexpr):
+    return (n >> cfg.LOG_STAGES) & 1
+
+
+@gluon.jit
+def query_slot(n, consumer, cfg: gl.constexpr):
+    """Where a consumer's queries of the n-th tile lie."""
+    return (n & (cfg.Q_STAGES - 1)) * cfg.CONSUMERS + consumer
+
+
+@gluon.jit
+def query_phase(n, cfg: gl.constexpr):
+    return (n >> (cfg.Q_STAGES - 1)) & 1
+
+
+@gluon.jit
+def give_job(mem, n, tile, unit, steps):
+    """The producer says what the n-th tile is."""
+    slot = n & 1
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    i = gl.arange(0, 4, LAYOUT)
+    mbarrier.wait(mem.job_empty.index(slot), ((n >> 1) & 1) ^ 1)
+    mem.jobs.index(slot).store(gl.where(i == 0, tile, gl.where(i == 1, unit, steps)))
+    mbarrier.arrive(mem.job_full.index(slot), count=1)
+
+
+@gluon.jit
+def take_job(mem, n):
+    """(tile, unit, steps) of the n-th tile, for a consumer."""
+    slot = n & 1
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    mbarrier.wait(mem.job_full.index(slot), (n >> 1) & 1)
+    i = gl.arange(0, 4, LAYOUT)
+    job = mem.jobs.index(slot).load(LAYOUT)
+    tile = gl.sum(gl.where(i == 0, job, 0), 0)
+    unit = gl.sum(gl.where(i == 1, job, 0), 0)
+    steps = gl.sum(gl.where(i == 2, job, 0), 0)
+    mbarrier.arrive(mem.job_empty.index(slot))
+    return tile, unit, steps
+
+
+@gluon.jit
+def put(dst, value):
+    """A scalar to shared memory, by a warp of its own."""
+    dst.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def get(src):
+    """A scalar from shared memory, by a warpgroup."""
+    return gl.sum(src.load(gl.BlockedLayout([1], [32], [4], [0])), 0)

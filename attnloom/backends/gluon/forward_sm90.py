@@ -1,0 +1,272 @@
+"""Forward of fused attention for Hopper: warp-specialised online softmax over live key blocks.
+
+Algorithm: FlashAttention-2 and -3 (Dao 2023, Shah et al. 2024) on the block lists of a BlockMask.
+Parallelisation: one program a processor. A producer warp draws tiles and fills rings of keys and
+values by TMA; each of two or three consumers owns ROWS queries of the tile and all of its keys.
+
+A step of a consumer, OVERLAP: the product q . k^T of this step and p . v of the last are issued
+together, and the exponentials of this step run while the latter is computed. Otherwise the three
+follow each other, and the consumers fill each other's gaps; for tiles whose scores and output leave
+no registers for a second p.
+
+One loop takes full and partial blocks, with a branch around the mask: separate loops double the
+code and spill. Everything in flight is waited for within the step that issued it or the next
+statement: ptxas serialises products that cross the back edge of a loop otherwise (C7514).
+
+Glossaries: forward_shared.py, forward_math.py, backends/triton/forward.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnloom.backends.gluon.forward_load import load_tiles
+from attnloom.backends.gluon.forward_math import (
+    columns,
+    contexts,
+    empty_state,
+    key_positions,
+    log_sums,
+    masked,
+    modified,
+    rescaled,
+    softmax_step,
+)
+from attnloom.backends.gluon.forward_shared import (
+    ROWS,
+    allocate,
+    get,
+    phase_of,
+    query_phase,
+    query_slot,
+    slot_of,
+    take_job,
+)
+from attnloom.backends.triton.device_math import whole32
+
+
+@gluon.jit
+def _scores(q, mem, slot, L: gl.constexpr, cfg: gl.constexpr):
+    """q . k^T of a step, in flight."""
+    zeros = gl.zeros([ROWS, cfg.TILE_N], gl.float32, L)
+    k = mem.k.index(slot).permute((1, 0))
+    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _prepare(mem, slot, live, context, L: gl.constexpr, cfg: gl.constexpr):
+    """(tag, keys, columns) of a step, while its product is in flight. live: there is a step."""
+    tag = 0
+    if cfg.NEEDS_KEYS:
+        tag = get(mem.tags.index(slot))
+        if cfg.MAY_BE_EMPTY:
+            tag = gl.where(live, tag, 0)
+    keys = key_positions(tag, L, cfg)
+    return tag, keys, columns(context, keys, cfg)
+
+
+@gluon.jit
+def _weights(s, prepared, context, state, at, L: gl.constexpr, cfg: gl.constexpr):
+    """The softmax of a step: (p, m_i, l_i, alpha). at: see `consume`."""
+    tag, keys, column = prepared
+    q_offset, kv_offset, kv_len, factor, base = at
+    s = modified(s, context, column, keys, factor, cfg)
+    if cfg.MAY_MASK:
+        if (tag & 1) != 0:
+            s = masked(s, context, keys, q_offset, kv_offset, kv_len, cfg)
+    return softmax_step(s, state[0], state[1], base, L, cfg)
+
+
+@gluon.jit
+def _overlapped_step(
+    q, mem, n, acc, p, state, context, at, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
+):
+    """Scores and exponentials of step n, the output of step n - 1."""
+    slot, last = slot_of(n, cfg), slot_of(n - 1, cfg)
+    mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
+    s = _scores(q, mem, slot, L, cfg)
+    mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg))
+    acc = warpgroup_mma(p, mem.v.index(last), acc, is_async=True)
+    prepared = _prepare(mem, slot, True, context, L, cfg)
+    s = warpgroup_mma_wait(1, [s])
+    mbarrier.arrive(mem.k_empty.index(slot))
+    weights, m_i, l_i, alpha = _weights(s, prepared, context, state, at, L, cfg)
+    following = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+    acc, p = warpgroup_mma_wait(0, [acc, p])
+    mbarrier.arrive(mem.v_empty.index(last))
+    return rescaled(acc, alpha, OUT), following, m_i, l_i
+
+
+@gluon.jit
+def _overlapped_tile(
+    q, mem, n, steps, context, at, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
+):
+    """(acc, m_i, l_i, number of the next step) of a tile's steps, one product behind the other."""
+    live = True
+    if cfg.MAY_BE_EMPTY:
+        live = steps > 0
+    acc, m_i, l_i = empty_state(L, OUT, cfg)
+    slot = slot_of(n, cfg)
+    # without a step this multiplies what lies there, which nobody uses
+    mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg), pred=live)
+    s = _scores(q, mem, slot, L, cfg)
+    prepared = _prepare(mem, slot, live, context, L, cfg)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(mem.k_empty.index(slot), pred=live)
+    weights, m_i, l_i, _ = _weights(s, prepared, context, (m_i, l_i), at, L, cfg)
+    p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+    if cfg.MAY_BE_EMPTY:
+        n += live.to(gl.int32)
+    else:
+        n += 1
+    for _ in range(1, steps):
+        acc, p, m_i, l_i = _overlapped_step(q, mem, n, acc, p, (m_i, l_i), context, at, L, OUT, cfg)
+        n += 1
+    last = slot_of(n - 1, cfg)
+    mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg), pred=live)
+    acc = warpgroup_mma(p, mem.v.index(last), acc, is_async=True)
+    acc, p = warpgroup_mma_wait(0, [acc, p])
+    mbarrier.arrive(mem.v_empty.index(last), pred=live)
+    if cfg.MAY_BE_EMPTY:
+        acc = gl.where(live, acc, 0.0)
+        m_i = gl.where(live, m_i, float("-inf"))
+        l_i = gl.where(live, l_i, 0.0)
+    return acc, m_i, l_i, n
+
+
+@gluon.jit
+def _plain_tile(
+    q, mem, n, steps, context, at, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
+):
+    """The same, one after the other."""
+    acc, m_i, l_i = empty_state(L, OUT, cfg)
+    for _ in range(0, steps):
+        slot, phase = slot_of(n, cfg), phase_of(n, cfg)
+        mbarrier.wait(mem.k_full.index(slot), phase)
+        s = _scores(q, mem, slot, L, cfg)
+        prepared = _prepare(mem, slot, True, context, L, cfg)
+        s = warpgroup_mma_wait(0, [s])
+        mbarrier.arrive(mem.k_empty.index(slot))
+        weights, m_i, l_i, alpha = _weights(s, prepared, context, (m_i, l_i), at, L, cfg)
+        p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+        acc = rescaled(acc, alpha, OUT)
+        mbarrier.wait(mem.v_full.index(slot), phase)
+        acc = warpgroup_mma(p, mem.v.index(slot), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, [acc, p])
+        mbarrier.arrive(mem.v_empty.index(slot))
+        n += 1
+    return acc, m_i, l_i, n
+
+
+@gluon.jit
+def _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT: gl.constexpr, cfg: gl.constexpr):
+    """Leaves the results of a consumer's rows by way of `space`. place = (b, h, unit, first row,
+    queries, Q_LEN)."""
+    b, h, unit, row, queries, q_len = place
+    lse, max_scores = outs
+    inverse = 1.0 / gl.where(l_i == 0, 1.0, l_i)
+    result = rescaled(acc, inverse, OUT).to(cfg.OPERAND)
+    tma.store_wait(0)
+    space.store(result)
+    fence_async_shared()
+    box = space._reinterpret(cfg.OPERAND, [1, 1, ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 4))
+    tma.async_copy_shared_to_global(out_desc, [b, h, row, 0], box)
+    log_sum, natural = log_sums(m_i, l_i, base)
+    at = unit.to(gl.int64) * q_len + queries
+    gl.store(lse + at, log_sum, mask=queries < q_len)
+    if cfg.WANT_MAX:
+        gl.store(max_scores + at, natural, mask=queries < q_len)
+
+
+@gluon.jit
+def consume(
+    out_desc, outs, mem, sizes, score_args, mask_args, scales, CONSUMER: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """The partition of a consumer. sizes = (Hq, Q_LEN, KV_LEN, q_offset, kv_offset)."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
+    heads, q_len, kv_len, q_offset, kv_offset = sizes
+    factor, base = scales
+    if cfg.BAKED:
+        # literals cost no registers: D = 128 causal +1-2% (H200)
+        factor, base = cfg.FACTOR, cfg.BASE
+    at = (q_offset, kv_offset, kv_len, factor, base)
+    n = 0
+    num_tiles = 0
+    tile, unit, steps = take_job(mem, 0)
+    while tile >= 0:
+        b, h = unit // heads, unit % heads
+        row = (tile * cfg.CONSUMERS + CONSUMER) * ROWS
+        queries = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+        context = contexts(score_args, mask_args, b, h, queries, q_offset, cfg)
+        slot = query_slot(num_tiles, CONSUMER, cfg)
+        mbarrier.wait(mem.q_full.index(slot), query_phase(num_tiles, cfg))
+        q = mem.q.index(slot)
+        if cfg.OVERLAP:
+            acc, m_i, l_i, n = _overlapped_tile(q, mem, n, steps, context, at, L, OUT, cfg)
+        else:
+            acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, L, OUT, cfg)
+        place = (b, h, unit, row, queries, q_len)
+        if cfg.OUT_IN_Q:
+            space = q._reinterpret(cfg.OPERAND, [ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 2))
+            _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT, cfg)
+            tma.store_wait(0)
+            mbarrier.arrive(mem.q_empty.index(slot))
+        else:
+            mbarrier.arrive(mem.q_empty.index(slot))
+            space = mem.out.index(CONSUMER)
+            _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT, cfg)
+        num_tiles += 1
+        tile, unit, steps = take_job(mem, num_tiles)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "factor", "base", "shape"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse, max_scores, counter, lists, score_args, mask_args,
+    factor, base, shape, cfg: gl.constexpr,
+):  # fmt: skip
+    """shape = (Hq, Q_LEN, KV_LEN, q_offset, kv_offset, GROUP, row tiles, heads of a batch, B * Hq,
+    steps without lists, tiles of the launch, kv batch step 0/1, key block or tile that overhangs
+    KV_LEN or -1), packed. counter: one int32, 0 before and after. lists = (entries, work, batch
+    step, head step), see backends/triton/lists.py. x = factor * (q . k) before the score_mod, and
+    2**(base * x) is a weight."""
+    mem = allocate(cfg)
+    heads = whole32(shape, 0)
+    sizes = (
+        heads, whole32(shape, 3), whole32(shape, 6), whole32(shape, 9), whole32(shape, 12),
+    )  # fmt: skip
+    plan = (
+        heads, whole32(shape, 15), whole32(shape, 18), whole32(shape, 21), whole32(shape, 24),
+        whole32(shape, 27), whole32(shape, 30), whole32(shape, 33), whole32(shape, 36),
+    )  # fmt: skip
+    listed = (lists[0], lists[1], whole32(lists, 2), whole32(lists, 5))
+    outs, scales = (lse, max_scores), (factor, base)
+    if cfg.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
+                (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
+            ],
+            [4, 1],
+            [cfg.REGISTERS, cfg.LOAD_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 2, cfg)),
+                (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
+            ],
+            [4, 4, 1],
+            [cfg.REGISTERS, cfg.REGISTERS, cfg.LOAD_REGISTERS],
+        )

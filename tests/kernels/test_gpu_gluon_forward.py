@@ -1,0 +1,137 @@
+"""The Gluon forward on a Hopper GPU against the oracle; `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnloom import UnsupportedError, flex_attention
+from tests.harness.case import Case
+from tests.harness.check import check_attention
+from tests.harness.draw import Sizes
+from tests.harness.implementations import attnloom_with
+from tests.harness.mods import MODS
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = (BF16, FP16)
+SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=300, KV_LEN=400, D=64, Dv=64)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+
+def check(case: Case, **options) -> None:
+    case = replace(case, block_size=case.block_size if case.block_size != 32 else 128)
+    check_attention(case, attnloom_with("cuda", backend="gluon", **options), backward=False)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("mod", sorted(MODS))
+def test_every_mod(mod: str, D: int) -> None:
+    check(Case(mod, replace(SIZES, D=D, Dv=D), BF16))
+
+
+@pytest.mark.parametrize("mod", ["plain", "causal", "relative_bias", "softcap", "alibi"])
+def test_half(mod: str) -> None:
+    check(Case(mod, SIZES, FP16))
+
+
+HEAD_DIMS = [(8, 8), (16, 64), (72, 40), (80, 80), (96, 96), (128, 64), (64, 128), (128, 128)]
+HEAD_DIMS += [(192, 128), (64, 200), (256, 256), (256, 64), (136, 256)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mod", ["plain", "causal_head_slope"])
+@pytest.mark.parametrize(("D", "Dv"), HEAD_DIMS)
+def test_head_dims(D: int, Dv: int, mod: str, dtype: torch.dtype) -> None:
+    check(Case(mod, replace(SIZES, D=D, Dv=Dv), dtype))
+
+
+LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 1000), (1000, 17), (1000, 1000)]
+LENGTHS += [(192, 384), (193, 129), (384, 256)]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("Q_LEN", "KV_LEN"), LENGTHS)
+@pytest.mark.parametrize("mod", ["plain", "sliding_window", "relative_bias"])
+def test_lengths(mod: str, Q_LEN: int, KV_LEN: int, D: int) -> None:
+    check(Case(mod, replace(SIZES, Q_LEN=Q_LEN, KV_LEN=KV_LEN, D=D, Dv=D), BF16))
+
+
+def test_transposed_layout() -> None:
+    check(Case("relative_bias", SIZES, BF16, layout="transposed"))
+
+
+@pytest.mark.parametrize("block_size", [256, 1024, (128, 256), (512, 128)], ids=str)
+@pytest.mark.parametrize("mod", ["window_with_sinks", "every_second_row", "dilated_by_head"])
+def test_block_sizes(mod: str, block_size: int | tuple[int, int]) -> None:
+    check(Case(mod, replace(SIZES, Q_LEN=700, KV_LEN=900), BF16, block_size=block_size))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("mod", ["left_padding", "key_padding", "nothing", "every_second_row"])
+def test_rows_without_keys(mod: str, D: int) -> None:
+    check(Case(mod, replace(SIZES, D=D, Dv=D), BF16))
+
+
+@pytest.mark.parametrize(("Hq", "Hkv"), [(1, 1), (3, 3), (8, 1), (6, 2), (12, 4)])
+def test_head_groups(Hq: int, Hkv: int) -> None:
+    check(Case("causal_head_slope", replace(SIZES, Hq=Hq, Hkv=Hkv), BF16))
+
+
+def test_key_batch_of_one_is_broadcast() -> None:
+    check(Case("causal", replace(SIZES, B=3), BF16, kv_batch=1))
+
+
+@pytest.mark.parametrize("mod", ["causal", "softcap"])
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
+def test_scale(scale: float, mod: str) -> None:
+    check(Case(mod, SIZES, BF16, scale=scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mod", ["causal", "alibi"])
+def test_large_scores(mod: str, dtype: torch.dtype) -> None:
+    check(Case(mod, SIZES, dtype, magnitude=30.0))
+
+
+@pytest.mark.parametrize("mod", ["softcap", "alibi", "rbf_bias"])
+def test_exact_math(mod: str) -> None:
+    check(Case(mod, SIZES, BF16), exact_math=True)
+
+
+def test_more_tiles_than_processors_and_repeated_calls() -> None:
+    """Programs draw several tiles each, and every launch leaves the counter at zero."""
+    sizes = replace(SIZES, B=4, Hq=16, Hkv=4, Q_LEN=700, KV_LEN=700)
+    for seed in range(3):
+        check(Case("causal", sizes, BF16, seed=seed))
+        check(Case("plain", replace(sizes, Q_LEN=1500), BF16, seed=seed))
+
+
+def test_launches_inside_a_cuda_graph() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 4, 700, 64, generator=generator, device="cuda", dtype=BF16) for _ in range(3)
+    )
+    want = flex_attention(q, k, v, kernel_options={"backend": "gluon"})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = flex_attention(q, k, v, kernel_options={"backend": "gluon"})
+    for _ in range(3):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+def test_a_chosen_backend_refuses_what_tma_cannot_read() -> None:
+    q, k, v = (torch.zeros(1, 2, 64, 67, device="cuda", dtype=BF16)[..., :64] for _ in range(3))
+    with pytest.raises(UnsupportedError, match="TMA cannot read query"):
+        flex_attention(q, k, v, kernel_options={"backend": "gluon"})
+    assert flex_attention(q, k, v).shape == q.shape
