@@ -1,15 +1,41 @@
-"""Backward launches of the Gluon backend."""
+"""Backward launches of the Gluon backend: prepare, the main kernel, finish.
+
+dk and dv are bitwise equal from run to run; dq and gradients of captured tensors are sums in no
+fixed order. What ready_backward.portable names, and score_mods that no form of the kernel has the
+registers for, are computed by the portable kernels: this backend's backward has both.
+"""
 
 from __future__ import annotations
 
-import torch
+import logging
+from typing import Any
 
+import torch
+from triton.runtime.errors import OutOfResources
+
+from attnloom.backends.gluon import ready_backward
+from attnloom.backends.gluon.configs_backward import FEW_SPILLS, KEYS
+from attnloom.backends.gluon.ready_backward import Ready
 from attnloom.backends.registry import AttentionCall, Gradients
+from attnloom.backends.triton import launch_backward as portable_kernels
+from attnloom.backends.triton.arguments import bind
+from attnloom.backends.triton.captured import Captured
+from attnloom.backends.triton.launcher import addresses_aligned
+from attnloom.backends.triton.lists import work_lists
+from attnloom.backends.triton.operands import Operands
+from attnloom.backends.triton.packed import pack_double, pack_ints
+from attnloom.backends.triton.transposed import transposed_lists
+
+_NO_LISTS = (0.0,) * 12
+_NO_SINKS = (0.0,)
+_HEAVY = "its score_mod needs more registers than the kernel has."
+_log = logging.getLogger("attnloom")
+_said: set[str] = set()
 
 
 def refusal(call: AttentionCall) -> str | None:
     """Why the backward of this call cannot run here."""
-    return "its backward has no Gluon kernel."
+    return "its backward was not measured yet."
 
 
 def backward(
@@ -19,4 +45,77 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> Gradients:
-    raise AssertionError("refused")
+    """Gradients of a forward's inputs from those of out and lse. No tensor is empty."""
+    why = ready_backward.portable(call)
+    if why is None:
+        operands = Operands.of(call, out, lse, ready_backward.with_descriptor(dout), dlse)
+        found = _run_known(operands)
+        if found is not None:
+            return found
+        why = _HEAVY
+    if why not in _said:
+        _said.add(why)
+        _log.info("the portable kernels run a backward: %s", why)
+    return portable_kernels.backward(call, out, lse, dout, dlse)
+
+
+def _run_known(operands: Operands) -> Gradients | None:
+    """With what was chosen for such a problem, or is now; None if no form fits."""
+    key = ready_backward.key_of(operands)
+    seen, ready = ready_backward.remembered(key)
+    if seen:
+        return None if ready is None else _run(operands, ready)
+    for form in ready_backward.candidates(operands):
+        ready = ready_backward.prepare(operands, form)
+        try:
+            found = _run(operands, ready)
+        except OutOfResources:
+            continue
+        if ready.main.spills <= FEW_SPILLS:
+            ready_backward.remember(key, ready)
+            return found
+    ready_backward.remember(key, None)
+    return None
+
+
+def _run(operands: Operands, ready: Ready) -> Gradients:
+    call, dq, dk, dv = operands.call, operands.dq, operands.dk, operands.dv
+    captured = Captured.of(call)
+    device = dq.device
+    stats = torch.empty(2, ready.lines, dtype=torch.float32, device=device)
+    dq_sum = torch.empty(ready.lines, ready.width, dtype=torch.float32, device=device)
+    lse, scale = operands.lse, pack_double(call.scale)
+    ready.prepare(
+        operands.rows_aligned, operands.out, operands.dout,
+        lse if operands.dlse is None else operands.dlse, lse, stats, dq_sum, ready.around_shape,
+        ready.strides,
+    )  # fmt: skip
+    query, key, value, dout = operands.inputs
+    tensors = (query, dout, key, value, dk, dv)
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = (
+        blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
+    )
+    ready.main(
+        addresses_aligned(call), q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc,
+        dv_desc, dq_sum, _lists(call), bind(call.score), bind(call.mask),
+        _NO_SINKS if captured is None else captured.arguments(None), scale, ready.main_shape,
+    )  # fmt: skip
+    ready.finish(True, dq_sum, dq, scale, ready.around_shape)
+    dtensors: tuple[torch.Tensor | None, ...] = ()
+    if captured is not None:
+        dtensors = captured.total(None)
+    elif call.score is not None:
+        dtensors = portable_kernels.zero_gradients(call)
+    return Gradients(dq, dk, dv, dtensors)
+
+
+def _lists(call: AttentionCall) -> tuple[Any, ...]:
+    if call.blocks is None:
+        return _NO_LISTS
+    turned = transposed_lists(call.blocks)
+    blocks = turned.blocks
+    work = work_lists(blocks, KEYS)
+    # a kernel needs an address, also to read nothing from
+    entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
+    num_key_blocks = pack_ints((blocks.grid.num_q_blocks,))
+    return turned.offsets, entries, work.work, *work.steps, *num_key_blocks

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from triton.runtime.errors import OutOfResources
-
 from attnloom.backends.triton import configs, configs_backward
 from attnloom.backends.triton.backward_keys import key_kernel
 from attnloom.backends.triton.backward_rows import row_kernel
+from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.fields import operand_type, overhanging_block
 from attnloom.backends.triton.fields_backward import Role, backward_config
 from attnloom.backends.triton.launcher import Launcher
@@ -56,28 +55,16 @@ def run(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> None
 
 
 def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> Ready:
-    """As launch_forward's: the first tiles that fit and keep nearly all values in registers."""
     device = configs.device_of(operands.query.device)
     table = configs_backward.key_tiles if role.own_keys else configs_backward.row_tiles
     prepare = _prepare_keys if role.own_keys else _prepare_rows
-    best: Ready | None = None
-    refused: OutOfResources | None = None
-    num_tried = 0
-    for tile in table(device, shape_class(operands)):
-        ready = prepare(operands, role, tile)
-        try:
-            launch(ready)
-        except OutOfResources as error:
-            refused = error
-            continue
-        num_tried += 1
-        if best is None or ready.launch.spills < best.launch.spills:
-            best = ready
-        if best.launch.spills <= configs_backward.FEW_SPILLS or num_tried == configs.MAX_TRIES:
-            break
-    if best is None:
-        raise refused or AssertionError("no tiles")
-    return best
+    return choose(
+        table(device, shape_class(operands)),
+        lambda tile: prepare(operands, role, tile),
+        launch,
+        configs_backward.FEW_SPILLS,
+        configs.MAX_TRIES,
+    )
 
 
 def shape_class(operands: Operands) -> configs_backward.Shape:
@@ -129,7 +116,7 @@ def _prepare_rows(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
         key.size(2),
         *_offsets(operands),
         0 if key.size(0) == 1 else 1,
-        _together(operands, key.size(2)) * group,
+        heads_together(operands, key.size(2)) * group,
         overhanging_block(operands.call),
         pitch_of(operands),
     )
@@ -158,7 +145,7 @@ def _prepare_keys(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
         batch,
         num_tiles,
         *_offsets(operands),
-        max(1, _together(operands, q_len) // group) * parts,
+        max(1, heads_together(operands, q_len) // group) * parts,
         units,
         parts,
         owners,
@@ -170,7 +157,7 @@ def _prepare_keys(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
     return Ready(launch, tile, pack_ints(shape), parts)
 
 
-def _together(operands: Operands, length: int) -> int:
+def heads_together(operands: Operands, length: int) -> int:
     """Heads whose streamed tensors share half of the L2 cache; more with a mask, so that the
     longest of many programs start first."""
     query, value = operands.query, operands.value

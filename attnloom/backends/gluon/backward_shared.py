@@ -1,0 +1,226 @@
+"""What the warps of a backward program share: buffers, barriers and where the program is.
+
+Glossary, beyond backends/triton/backward.py
+    consumer     a warpgroup (4 warps) that owns HALF of a program's 128 keys
+    step         TILE_M queries of one head against the program's keys
+    ring         STAGES slots that steps take in turn, with a barrier for full and one for empty
+    slot, phase  of the n-th step: n & (STAGES - 1), and the parity of how often that was used
+    tag          of a step: its first query * 2 + whether the mask is to be applied
+    line         of a step: where its row statistics and its part of dq start, in rows
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from attnloom.backends.triton.device_math import whole32
+
+KEYS = gl.constexpr(128)  # of a program
+HALF = gl.constexpr(64)  # of a consumer
+LINES = gl.constexpr(8)  # slots of `lines`: more than steps can be in flight
+
+_Memory = gl.shared_memory_descriptor
+
+
+@aggregate
+class Shared:
+    """Tiles and barriers in shared memory.
+
+    k, v: [2, HALF, D] of the consumers; also where dk and dv leave from.
+    q, dout: [STAGES, TILE_M, D]. lse, delta: [STAGES, TILE_M]. tags: [STAGES, 1].
+    lines: [LINES, 1].
+    ds: [4, HALF, TILE_M], slot * 2 + consumer. ds_empty is for whoever computes dq to say.
+    """
+
+    k: _Memory
+    v: _Memory
+    q: _Memory
+    dout: _Memory
+    ds: _Memory
+    lse: _Memory
+    delta: _Memory
+    tags: _Memory
+    lines: _Memory
+    kv_full: _Memory
+    q_full: _Memory
+    q_empty: _Memory
+    do_full: _Memory
+    do_empty: _Memory
+    ds_full: _Memory
+    ds_empty: _Memory
+
+    @gluon.constexpr_function
+    def __init__(
+        self, k, v, q, dout, ds, lse, delta, tags, lines, kv_full, q_full, q_empty, do_full,
+        do_empty, ds_full, ds_empty,
+    ):  # fmt: skip
+        self.k, self.v, self.q, self.dout, self.ds = k, v, q, dout, ds
+        self.lse, self.delta, self.tags, self.lines = lse, delta, tags, lines
+        self.kv_full, self.q_full, self.q_empty = kv_full, q_full, q_empty
+        self.do_full, self.do_empty = do_full, do_empty
+        self.ds_full, self.ds_empty = ds_full, ds_empty
+
+
+@aggregate
+class Place:
+    """Which keys a program owns, and whose queries it visits.
+
+    b_kv, h_kv, start: batch entry, head and first key. block: key block of the mask.
+    units: pairs (b, h) that read these keys: `group` heads for each batch entry of the query.
+    heads, pitch, spare: line = (b * heads + h) * pitch + row; `spare` is that of TILE_M rows that
+        are nobody's, for steps past Q_LEN. offsets, entries, step_b, step_h, key_blocks: the
+        transposed mask, see launch_backward.py; unused without one.
+    """
+
+    b_kv: gl.tensor
+    h_kv: gl.tensor
+    start: gl.tensor
+    block: gl.tensor
+    units: gl.tensor
+    group: gl.tensor
+    heads: gl.tensor
+    pitch: gl.tensor
+    spare: gl.tensor
+    q_len: gl.tensor
+    offsets: gl.tensor
+    entries: gl.tensor
+    step_b: gl.tensor
+    step_h: gl.tensor
+    key_blocks: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, b_kv, h_kv, start, block, units, group, heads, pitch, spare, q_len, offsets, entries,
+        step_b, step_h, key_blocks,
+    ):  # fmt: skip
+        self.b_kv, self.h_kv, self.start, self.block = b_kv, h_kv, start, block
+        self.units, self.group, self.heads = units, group, heads
+        self.pitch, self.spare, self.q_len = pitch, spare, q_len
+        self.offsets, self.entries = offsets, entries
+        self.step_b, self.step_h, self.key_blocks = step_b, step_h, key_blocks
+
+
+@gluon.jit
+def allocate(cfg: gl.constexpr):
+    M: gl.constexpr = cfg.TILE_M
+    S: gl.constexpr = cfg.STAGES
+    TILES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    mem = Shared(
+        gl.allocate_shared_memory(cfg.OPERAND, [2, HALF, cfg.D], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [2, HALF, cfg.DV], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [S, M, cfg.D], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [S, M, cfg.DV], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [4, HALF, M], TILES),
+        gl.allocate_shared_memory(gl.float32, [S, M], ROWS),
+        gl.allocate_shared_memory(gl.float32, [S, M], ROWS),
+        gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS),
+        gl.allocate_shared_memory(gl.int32, [LINES, 1], SCALARS),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+    )
+    mbarrier.init(mem.kv_full, count=1)
+    for i in gl.static_range(S):
+        mbarrier.init(mem.q_full.index(i), count=1)
+        mbarrier.init(mem.q_empty.index(i), count=2)
+        mbarrier.init(mem.do_full.index(i), count=1)
+        mbarrier.init(mem.do_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(mem.ds_full.index(i), count=2)
+        mbarrier.init(mem.ds_empty.index(i), count=1 if cfg.DQ_APART else 2)
+    fence_async_shared()
+    return mem
+
+
+@gluon.jit
+def locate(lists, shape, cfg: gl.constexpr):
+    """The Place of this program. Programs are numbered as in backends/triton/backward_keys.py:
+    within heads that share the L2 cache, key tiles with most live rows first.
+
+    shape = (Hq, Hkv, GROUP, Q_LEN, KV_LEN, B, key tiles, q_offset, kv_offset, heads of a batch,
+    units, Bkv * Hkv, PITCH)."""
+    heads, heads_kv, group = whole32(shape, 0), whole32(shape, 3), whole32(shape, 6)
+    num_tiles, together = whole32(shape, 18), whole32(shape, 27)
+    pid = gl.program_id(0)
+    batch = pid // (together * num_tiles)
+    width = gl.minimum(whole32(shape, 33) - batch * together, together)
+    local = pid - batch * together * num_tiles
+    tile = local // width
+    index = batch * together + local % width
+    b_kv, h_kv = index // heads_kv, index % heads_kv
+    step_b, step_h, key_blocks = whole32(lists, 3), whole32(lists, 6), whole32(lists, 9)
+    if cfg.HAS_LISTS:
+        unit = b_kv * step_b + h_kv * group * step_h
+        tile = gl.load(lists[2] + (unit * num_tiles + tile) * 3).to(gl.int32)
+    pitch = whole32(shape, 36)
+    return Place(
+        b_kv, h_kv, tile * KEYS, tile // cfg.TILES_PER_BLOCK, whole32(shape, 30), group, heads,
+        pitch, whole32(shape, 15) * heads * pitch, whole32(shape, 9), lists[0], lists[1], step_b,
+        step_h, key_blocks,
+    )  # fmt: skip
+
+
+@gluon.jit
+def unit_of(at, unit):
+    """The (b, h) of a unit."""
+    return at.b_kv + unit // at.group, at.h_kv * at.group + unit % at.group
+
+
+@gluon.jit
+def entries_of(at, b, h):
+    """First and last entry + 1 of a head's live blocks of queries."""
+    where = (b * at.step_b + h * at.step_h) * at.key_blocks + at.block
+    return gl.load(at.offsets + where), gl.load(at.offsets + where + 1)
+
+
+@gluon.jit
+def steps_of(at, unit, cfg: gl.constexpr):
+    """Number of steps of a unit."""
+    if cfg.HAS_LISTS:
+        b, h = unit_of(at, unit)
+        first, last = entries_of(at, b, h)
+        return ((last - first) * cfg.SUB).to(gl.int32)
+    else:
+        return (at.q_len + (cfg.TILE_M - 1)) // cfg.TILE_M
+
+
+@gluon.jit
+def all_steps(at, cfg: gl.constexpr):
+    """Number of steps of all units."""
+    total = 0
+    if cfg.SAME_LISTS:
+        total += steps_of(at, 0, cfg) * at.units
+    else:
+        for unit in range(0, at.units):
+            total += steps_of(at, unit, cfg)
+    return total
+
+
+@gluon.jit
+def slot_of(n, cfg: gl.constexpr):
+    return n & (cfg.STAGES - 1)
+
+
+@gluon.jit
+def phase_of(n, cfg: gl.constexpr):
+    return (n >> cfg.LOG_STAGES) & 1
+
+
+@gluon.jit
+def put(dst, value):
+    """A scalar to shared memory, by a warp of its own."""
+    dst.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def get(src):
+    """A scalar from shared memory, by a warpgroup."""
+    return gl.sum(src.load(gl.BlockedLayout([1], [32], [4], [0])), 0)

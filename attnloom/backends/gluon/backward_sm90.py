@@ -1,0 +1,357 @@
+"""dq, dk and dv on Hopper: one program 128 keys of a key head, over the live queries of its group.
+
+Five products a step by recomputation (Dao et al. 2022, 2023), with a warp that loads and two
+warpgroups that own half of the keys each (Shah et al. 2024). Scores are kept transposed, so that p
+and dscore are left operands of dv and dk in registers; dscore also goes to shared memory, where dq
+of both halves is formed a step late, so that nobody waits for the other half of the same step. dq
+is added to float32 memory in the order of registers, 16 bytes a lane (`finish_kernel` of
+backward_around.py puts it in order): scalar additions took 25% longer for the whole kernel, TMA
+reductions 5% (H200, D=128 and 64).
+
+    DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
+    EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
+    LATE       dP starts after the exponentials: fewer registers for what mods compute
+    FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
+
+Glossary: backward_shared.py. Prefixes: p, ds as operands in registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnloom.backends.gluon.backward_load import load_steps
+from attnloom.backends.gluon.backward_math import (
+    contexts,
+    dscores,
+    exp2_fast,
+    first_sums,
+    masked,
+    modified,
+)
+from attnloom.backends.gluon.backward_shared import (
+    HALF,
+    KEYS,
+    LINES,
+    all_steps,
+    allocate,
+    get,
+    locate,
+    phase_of,
+    slot_of,
+    steps_of,
+    unit_of,
+)
+from attnloom.backends.triton.device_math import LOG2_E, whole32
+
+# the same under its older name
+_barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
+
+
+@gluon.jit
+def _wgmma_layout(WIDTH: gl.constexpr):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+
+
+@gluon.jit
+def _product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
+    """a . b^T, started. FOLD: onto a row of column values."""
+    if cfg.FOLD:
+        # -0.0 + x is x, so that this is a broadcast
+        acc = gl.full([HALF, cfg.TILE_M], -0.0, gl.float32, L) + init[None, :]
+        return warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
+    else:
+        acc = gl.zeros([HALF, cfg.TILE_M], gl.float32, L)
+        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_scores(mem, n, unfold, WHICH: gl.constexpr, L: gl.constexpr, cfg: gl.constexpr):
+    """k . q^T of a step. unfold: -1 / (scale * log2(e))."""
+    slot = slot_of(n, cfg)
+    init = 0.0
+    if cfg.FOLD:
+        init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * unfold
+    return _product(mem.k.index(WHICH), mem.q.index(slot), init, L, cfg)
+
+
+@gluon.jit
+def _start_dp(mem, n, WHICH: gl.constexpr, L: gl.constexpr, cfg: gl.constexpr):
+    """v . dout^T of a step, less delta if FOLD."""
+    slot = slot_of(n, cfg)
+    init = 0.0
+    if cfg.FOLD:
+        init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
+    return _product(mem.v.index(WHICH), mem.dout.index(slot), init, L, cfg)
+
+
+@gluon.jit
+def _start_dq(mem, n, WHICH: gl.constexpr, cfg: gl.constexpr):
+    """dscore . k of a step over both halves of the keys: two products. DQ_APART: all columns,
+    otherwise the WHICH-th half of them."""
+    WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    slot = n & 1
+    k0, k1 = mem.k.index(0), mem.k.index(1)
+    if not cfg.DQ_APART:
+        k0 = k0.slice(WHICH * WIDTH, WIDTH, dim=1)
+        k1 = k1.slice(WHICH * WIDTH, WIDTH, dim=1)
+    ds0, ds1 = mem.ds.index(slot * 2), mem.ds.index(slot * 2 + 1)
+    acc = gl.zeros([cfg.TILE_M, WIDTH], gl.float32, L)
+    dq = warpgroup_mma(ds0.permute((1, 0)), k0, acc, use_acc=False, is_async=True)
+    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
+
+
+@gluon.jit
+def _dq_places(dq_ptr, WHICH: gl.constexpr, cfg: gl.constexpr):
+    """Where the accumulators of dq go, but for the line: every four registers of a lane, 2 x 2
+    elements, share one address of 16 bytes. Layout: backward_around.py."""
+    WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    r = gl.arange(0, cfg.TILE_M, gl.SliceLayout(1, L))[:, None]
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, L))[None, :] + WHICH * WIDTH
+    lane = (r % 8) * 4 + (c % 8) // 2
+    return (((c // 8) * 4 + r // 16) * 128 + lane * 4).to(gl.int64) * 4
+
+
+@gluon.jit
+def _add_dq(dq_ptr, places, line, dq, cfg: gl.constexpr):
+    """Add a step's dq to memory, 16 bytes a lane."""
+    start = (dq_ptr + line.to(gl.int64) * cfg.D).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$8], {$4, $5, $6, $7};"
+        "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
+        "=r,=r,=r,=r,f,f,f,f,l,l,l,l",
+        [dq, start + places],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _add_late_dq(mem, n, line, dq_ptr, places, WHICH: gl.constexpr, cfg: gl.constexpr):
+    """dq of step n, if there is one, from start to end."""
+    mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1, pred=n >= 0)
+    dq = warpgroup_mma_wait(0, [_start_dq(mem, n, WHICH, cfg)])
+    mbarrier.arrive(mem.ds_empty.index(n & 1), pred=n >= 0)
+    if n >= 0:
+        _add_dq(dq_ptr, places, line, dq, cfg)
+
+
+@gluon.jit
+def _own_queries(mem, at, dq_ptr, cfg: gl.constexpr):
+    """The partition of dq, if it has one."""
+    places = _dq_places(dq_ptr, 0, cfg)
+    total = all_steps(at, cfg)
+    mbarrier.wait(mem.kv_full, 0)
+    for n in range(0, total):
+        mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1)
+        line = get(mem.lines.index(n & (LINES - 1)))
+        dq = warpgroup_mma_wait(0, [_start_dq(mem, n, 0, cfg)])
+        mbarrier.arrive(mem.ds_empty.index(n & 1))
+        _add_dq(dq_ptr, places, line, dq, cfg)
+
+
+@gluon.jit
+def _give_ds(mem, n, ds, WHICH: gl.constexpr, cfg: gl.constexpr):
+    """dscore of a step to shared memory, for dq."""
+    mbarrier.wait(mem.ds_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+    mem.ds.index((n & 1) * 2 + WHICH).store(ds)
+
+
+@gluon.jit
+def _step(
+    state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, WHICH: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """One step. state = (its raw scores, dk, dv, line of the step before, sums), and of the next
+    one on return."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
+    factor, unfold, kv_len, q_offset, kv_offset, overhangs = numbers
+    s, dk, dv, line_before, sums = state
+    slot, phase = slot_of(n, cfg), phase_of(n, cfg)
+    more = n + 1 < total
+    queries = gl.arange(0, cfg.TILE_M, gl.SliceLayout(0, L))
+    partial = overhangs
+    if cfg.HAS_SCORE or cfg.MAY_MASK:
+        tag = get(mem.tags.index(slot))
+        queries += tag >> 1
+        partial = partial | ((tag & 1) != 0)
+    if not cfg.LATE:
+        mbarrier.wait(mem.do_full.index(slot), phase)
+        dp = _start_dp(mem, n, WHICH, L, cfg)
+    if cfg.EARLY:
+        mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
+        s_next = _start_scores(mem, n + 1, unfold, WHICH, L, cfg)
+    score_log2, rest = modified(s, context, sinks, queries, keys, factor, cfg)
+    if not cfg.FOLD:
+        lse_log2 = mem.lse.index(slot).load(gl.SliceLayout(0, L))
+        score_log2 = score_log2 - lse_log2[None, :]
+    p = exp2_fast(score_log2)
+    if cfg.MAY_MASK:
+        if partial:
+            p = masked(p, context, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+    if cfg.LATE:
+        mbarrier.wait(mem.do_full.index(slot), phase)
+        dp = _start_dp(mem, n, WHICH, L, cfg)
+    dp = warpgroup_mma_wait(1 if cfg.EARLY else 0, [dp])
+    if not cfg.FOLD:
+        dp = dp - mem.delta.index(slot).load(gl.SliceLayout(0, L))[None, :]
+    p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
+    ds, sums = dscores(p, dp, rest, sums, context, sinks, queries, keys, cfg)
+    ds = ds.to(cfg.OPERAND)
+    ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
+    dv = warpgroup_mma(p_left, mem.dout.index(slot), dv, is_async=True)
+    _give_ds(mem, n, ds, WHICH, cfg)
+    dk = warpgroup_mma(ds_left, mem.q.index(slot), dk, is_async=True)
+    fence_async_shared()
+    _barrier()
+    mbarrier.arrive(mem.ds_full.index(n & 1))
+    line = line_before
+    if cfg.EARLY:
+        s_next = warpgroup_mma_wait(2, [s_next])
+        dv, p_left = warpgroup_mma_wait(1, [dv, p_left])
+        mbarrier.arrive(mem.do_empty.index(slot))
+        dk, ds_left = warpgroup_mma_wait(0, [dk, ds_left])
+        mbarrier.arrive(mem.q_empty.index(slot))
+    elif cfg.DQ_APART:
+        mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
+        s_next = _start_scores(mem, n + 1, unfold, WHICH, L, cfg)
+        dv, p_left = warpgroup_mma_wait(2, [dv, p_left])
+        mbarrier.arrive(mem.do_empty.index(slot))
+        dk, ds_left = warpgroup_mma_wait(1, [dk, ds_left])
+        mbarrier.arrive(mem.q_empty.index(slot))
+        s_next = warpgroup_mma_wait(0, [s_next])
+    else:
+        # dv out of the way first: fewer operands in flight. Then dq of the step before, whose
+        # addition to memory runs under the next scores
+        before = n - 1
+        line = get(mem.lines.index(n & (LINES - 1)))
+        dv, p_left = warpgroup_mma_wait(1, [dv, p_left])
+        mbarrier.arrive(mem.do_empty.index(slot))
+        mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
+        mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=n > 0)
+        dq = _start_dq(mem, before, WHICH, cfg)
+        s_next = _start_scores(mem, n + 1, unfold, WHICH, L, cfg)
+        dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
+        mbarrier.arrive(mem.q_empty.index(slot))
+        dq = warpgroup_mma_wait(1, [dq])
+        mbarrier.arrive(mem.ds_empty.index(before & 1), pred=n > 0)
+        if n > 0:
+            _add_dq(dq_ptr, places, line_before, dq, cfg)
+        s_next = warpgroup_mma_wait(0, [s_next])
+    return s_next, dk, dv, line, sums
+
+
+@gluon.jit
+def _leave(desc, tile, acc, at, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
+    """dk or dv of a consumer to memory, by way of the keys' or values' place."""
+    tile.store(acc.to(cfg.OPERAND))
+    fence_async_shared()
+    _barrier()
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    tma.async_copy_shared_to_global(
+        desc, [at.b_kv, at.h_kv, row, 0], tile._reinterpret(cfg.OPERAND, [1, 1, HALF, WIDTH], box)
+    )
+
+
+@gluon.jit
+def _own_keys(
+    mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, factor, kv_len, q_offset,
+    kv_offset, WHICH: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """The partition of a consumer."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
+    row = at.start + WHICH * HALF
+    keys = row + gl.arange(0, HALF, gl.SliceLayout(1, L))
+    places = _dq_places(dq_ptr, WHICH, cfg)
+    dk = gl.zeros([HALF, cfg.D], gl.float32, DK)
+    dv = gl.zeros([HALF, cfg.DV], gl.float32, DV)
+    unfold = -1.0 / (factor * LOG2_E)
+    overhangs = at.start + KEYS > kv_len
+    numbers = (factor, unfold, kv_len, q_offset, kv_offset, overhangs)
+    total = all_steps(at, cfg)
+    mbarrier.wait(mem.kv_full, 0)
+    mbarrier.wait(mem.q_full.index(0), 0, pred=total > 0)
+    s = warpgroup_mma_wait(0, [_start_scores(mem, 0, unfold, WHICH, L, cfg)])
+    n = 0
+    line = -1
+    if cfg.BY_HEAD:
+        parts = at.units
+    else:
+        parts = 1
+    for unit in range(0, parts):
+        b, h = unit_of(at, unit)
+        if cfg.BY_HEAD:
+            end = n + steps_of(at, unit, cfg)
+        else:
+            end = total
+        context = contexts(score_args, mask_args, b, h, keys, kv_offset, cfg)
+        sums = first_sums(gl.SliceLayout(1, L), cfg)
+        for i in range(n, end):
+            state = (s, dk, dv, line, sums)
+            s, dk, dv, line, sums = _step(
+                state, i, total, mem, context, dq_ptr, places, sinks, numbers, keys, WHICH, cfg
+            )
+        n = end
+        if cfg.HAS_SINKS:
+            args, head, column = context[4]
+            cfg.GRAD_FLUSH(args, sinks, head, column, b, h, keys, sums)
+    if not cfg.DQ_APART:
+        _add_late_dq(mem, total - 1, line, dq_ptr, places, WHICH, cfg)
+    _leave(dv_desc, mem.v.index(WHICH), dv, at, row, cfg.DV, cfg)
+    # keys are read for dq of both halves
+    last = total - 1
+    mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
+    _leave(dk_desc, mem.k.index(WHICH), dk * factor, at, row, cfg.D, cfg)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "scale", "shape"])
+def backward_kernel(
+    q_desc, do_desc, k_desc, v_desc, stats, dk_desc, dv_desc, dq_ptr, lists, score_args, mask_args,
+    sinks, scale, shape, cfg: gl.constexpr,
+):  # fmt: skip
+    """shape: see backward_shared.locate. lists = (offsets, entries, work, batch step, head step,
+    key blocks) of the transposed mask. stats: backward.py's, [2, lines]. dq_ptr: [lines, D]
+    float32, zeros before."""
+    mem = allocate(cfg)
+    at = locate(lists, shape, cfg)
+    factor, kv_len = scale[0].to(gl.float32), whole32(shape, 12)
+    q_offset, kv_offset = whole32(shape, 21), whole32(shape, 24)
+    if cfg.DQ_APART:
+        gl.warp_specialize(
+            [
+                (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
+                             factor, kv_len, q_offset, kv_offset, 0, cfg)),
+                (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
+                             factor, kv_len, q_offset, kv_offset, 1, cfg)),
+                (_own_queries, (mem, at, dq_ptr, cfg)),
+                (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
+            ],
+            [4, 4, 1],
+            [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
+                             factor, kv_len, q_offset, kv_offset, 0, cfg)),
+                (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
+                             factor, kv_len, q_offset, kv_offset, 1, cfg)),
+                (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
+            ],
+            [4, 1],
+            [cfg.REGISTERS, cfg.LOAD_REGISTERS],
+        )  # fmt: skip

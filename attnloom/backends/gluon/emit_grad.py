@@ -1,0 +1,183 @@
+"""Emit the derivative of a score_mod as fragments of the Gluon backward (contract: fragments.py).
+
+    head(args, b, h), row(args, head, b, h, q), column(args, head, b, h, kv)
+    begin(KEYS, LAYOUT) -> sums         zeros, a vector of keys for each sum that is carried
+    body(args, sinks, head, row, column, b, h, q, kv, score, dscore, sums, QX)
+        -> (dL/d(score before the mod), sums)
+    flush(args, sinks, head, column, b, h, kv, sums)    what leaves once the queries are over
+
+Two kinds, as in backends/triton/emit_grad.py: `plain`, the derivative by the score alone, and
+`sinks`, gradients of captured tensors too. How a contribution leaves is told there; kernels that
+use these fragments own keys and walk queries.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from attnloom.backends.gluon.emit import _SCORE, LevelWriter, gluon_module
+from attnloom.backends.triton.emit import Target, arg_index
+from attnloom.backends.triton.emit_grad import Sinks, gradient_of
+from attnloom.backends.triton.fragments import load_module
+from attnloom.ir.node import REDUCTION_AXES, Axes, Program
+from attnloom.ir.passes.gradient import Contribution, Gradient
+from attnloom.ir.passes.simplify import simplify
+
+_IMPORTS = (
+    "from triton.experimental.gluon import language as gl\n"
+    "from attnloom.backends.gluon import sinks as sk\n"
+)
+_R_AXES = Axes.R0 | Axes.R1 | Axes.R2 | Axes.R3
+PARTS = ("head", "row", "column", "begin", "body", "flush")
+
+
+@functools.lru_cache(maxsize=1024)
+def gradient_fragment(
+    score: Program, target: Target, exact: bool, sinks: Sinks | None
+) -> dict[str, Any]:
+    """Fields GRAD_HEAD, GRAD_ROW, ... of a kernel's configuration."""
+    found = gradient_of(score, exact)
+    if sinks is None:
+        writer = GradWriter(slope_program(found, exact), "plain", target, (), None)
+    else:
+        writer = GradWriter(found.program, "sinks", target, found.contributions, sinks)
+    module = load_module(writer.module())
+    return {f"GRAD_{part.upper()}": getattr(module, f"{writer.prefix}_{part}") for part in PARTS}
+
+
+def slope_program(found: Gradient, exact: bool) -> Program:
+    """The derivative by the score alone."""
+    return simplify(replace(found.program, outputs=found.program.outputs[:1]), exact)
+
+
+class GradWriter(LevelWriter):
+    """Writes one kind. sinks: how contributions leave; None if there are none."""
+
+    def __init__(
+        self,
+        program: Program,
+        prefix: str,
+        target: Target,
+        items: tuple[Contribution, ...],
+        sinks: Sinks | None,
+    ) -> None:
+        super().__init__(program, prefix, target)
+        self.items = items
+        self.sinks = sinks
+        self.carried = [
+            n for n, item in enumerate(items) if not (item.axes or self._index_axes(item) & Axes.Q)
+        ]
+
+    def module(self) -> str:
+        zeros = "gl.zeros([KEYS], tl.float32, LAYOUT), " * len(self.carried) or "0.0, "
+        output = self.program.outputs[0]
+        grad = self._name(output)
+        if self.levels[output] != _SCORE:
+            grad = f"tl.where(dscore > float('inf'), dscore, {grad})"
+        sums = "".join(f"t{n}, " for n in self.carried) or "sums[0], "
+        body = [*self.expanded(), *self._hoisted(_SCORE), *self._contributions()]
+        flush = [*self._unpack("head"), *self._unpack("column"), *self._flush()]
+        names = "args, sinks, head, row, column, b, h, q, kv, score, dscore, sums"
+        return gluon_module(
+            _IMPORTS,
+            *self.outer(),
+            self._define(
+                "begin", "KEYS: tl.constexpr, LAYOUT: tl.constexpr", [f"return ({zeros})"]
+            ),
+            self._define("body", f"{names}, QX: tl.constexpr", [*body, f"return {grad}, ({sums})"]),
+            self._define("flush", "args, sinks, head, column, b, h, kv, sums", [*flush, "pass"]),
+        )
+
+    def _index_axes(self, item: Contribution) -> Axes:
+        axes = Axes.NONE
+        for index in item.index:
+            axes |= self.program.axes[index]
+        return axes
+
+    def _contributions(self) -> list[str]:
+        if not self.items:
+            return []
+        lines = ["live = dscore != 0"]
+        lines += [f"t{n} = sums[{i}]" for i, n in enumerate(self.carried)]
+        for number, item in enumerate(self.items):
+            self._loops(number, item, lines)
+        return lines
+
+    def _loops(self, number: int, item: Contribution, lines: list[str]) -> None:
+        """One contribution, inside loops over the reduction axes that it varies along."""
+        indent, opened = "", Axes.NONE
+        roots = (*item.index, item.value)
+        for axis in (a for a in REDUCTION_AXES if a & item.axes):
+            which = REDUCTION_AXES.index(axis)
+            slot, dim = self.program.reductions[which]
+            length = f"dm.whole32(args, {arg_index(self.program, slot) + 1 + 3 * dim})"
+            lines.append(f"{indent}for r{which} in range(0, {length}):")
+            indent += "    "
+            opened |= axis
+            for i in self._under(roots, axis, opened):
+                self._statement(i, self.program.nodes[i], lines, indent)
+        value = f"tl.where(live, tl.cast({self._name(item.value)}, tl.float32), 0.0)"
+        lines.append(f"{indent}d{number} = {value}")
+        lines += [indent + line for line in self._leave(number, item)]
+
+    def _under(self, roots: tuple[int, ...], axis: Axes, opened: Axes) -> list[int]:
+        """Nodes under the roots that vary along the axis and along no loop that is not open."""
+        found: set[int] = set()
+        stack = list(roots)
+        while stack:
+            i = stack.pop()
+            if i not in found:
+                found.add(i)
+                stack.extend(self.program.nodes[i].args)
+        axes = self.program.axes
+        return sorted(i for i in found if axes[i] & axis and not axes[i] & _R_AXES & ~opened)
+
+    def _leave(self, number: int, item: Contribution) -> list[str]:
+        """Out of a tile. Queries lie along dimension 1 - QX, keys along QX."""
+        assert self.sinks is not None
+        if number in self.carried:
+            return [f"t{number} += tl.sum(d{number}, 1 - QX)"]
+        if self.sinks.stores[number]:
+            return self._store(number, item)
+        axes = self._index_axes(item)
+        value = f"d{number}"
+        if not axes & Axes.Q:
+            value = f"tl.sum({value}, 1 - QX, keep_dims=True)"
+        if not axes & Axes.KV:
+            value = f"tl.sum({value}, QX, keep_dims=True)"
+        return [f"sk.add(sinks[{number}], {self._offset(item)}, {value})"]
+
+    def _flush(self) -> list[str]:
+        lines = []
+        for at, number in enumerate(self.carried):
+            item = self.items[number]
+            value, add = f"sums[{at}]", "add"
+            if not self._index_axes(item) & Axes.KV:
+                value, add = f"tl.sum({value}, 0)", "add_one"
+            lines.append(f"sk.{add}(sinks[{number}], {self._offset(item)}, {value})")
+        return lines
+
+    def _store(self, number: int, item: Contribution) -> list[str]:
+        base = arg_index(self.program, item.slot)
+        # the last tiles overhang the lengths; b and h never do
+        inside = " & ".join(
+            f"({self._name(i)} < dm.whole32(args, {base + 1 + 3 * d}))"
+            for d, i in enumerate(item.index)
+            if self.program.axes[i] & (Axes.Q | Axes.KV)
+        )
+        pointer = f"sk.places(sinks[{number}], {self._offset(item)}, d{number})"
+        value = f"d{number}.to(sinks[{number}].dtype.element_ty)"
+        return [f"tl.store({pointer}, {value}, mask={inside})"]
+
+    def _offset(self, item: Contribution) -> str:
+        """Of an element in a contiguous buffer of the tensor's shape."""
+        base = arg_index(self.program, item.slot)
+        whole = "whole" if self.target.wide else "whole32"
+        offset = "0"
+        for d, index in enumerate(item.index):
+            size = f"dm.{whole}(args, {base + 1 + 3 * d})"
+            term = f"dm.clamp_index({self._name(index)}, {size})"
+            offset = term if d == 0 else f"(({offset}) * {size} + {term})"
+        return offset

@@ -1,0 +1,192 @@
+"""Launches of the Gluon backward but for addresses, and which problems are not for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnloom.backends.gluon import configs_backward as forms
+from attnloom.backends.gluon.backward_around import finish_kernel, prepare_kernel
+from attnloom.backends.gluon.backward_sm90 import backward_kernel
+from attnloom.backends.gluon.configs_backward import KEYS, MAX_HEAD_DIM, STEP, Form, width_of
+from attnloom.backends.gluon.descriptors import Blank
+from attnloom.backends.gluon.fields_backward import around_config, main_config
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton import configs
+from attnloom.backends.triton.arguments import steps, takes_descriptor
+from attnloom.backends.triton.launcher import Launcher
+from attnloom.backends.triton.operands import Operands
+from attnloom.backends.triton.packed import pack_ints
+from attnloom.backends.triton.ready_backward import heads_together
+
+_INT32 = 2**31 - 1
+_ROWS = NVMMASharedLayout(0, 32, 2)
+_ALIGNED_WIDTH = 8  # elements of a half in the 16 bytes that TMA counts by
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """One backward but for addresses.
+
+    blanks: of query, dout, key, value, dk, dv. stats: of the row statistics.
+    lines: rows of the statistics and of dq's memory, `width` columns wide.
+    """
+
+    prepare: Launcher
+    main: Launcher
+    finish: Launcher
+    blanks: tuple[Blank, ...]
+    stats: Blank
+    lines: int
+    width: int
+    around_shape: tuple[float, ...]
+    main_shape: tuple[float, ...]
+    strides: tuple[float, ...]
+
+
+def portable(call: AttentionCall) -> str | None:
+    """Why the portable kernels compute this call's gradients; None if they do not."""
+    query, key, value, blocks = call.query, call.key, call.value, call.blocks
+    if call.options.deterministic:
+        return "gradients are to be bitwise repeatable."
+    if max(query.size(3), value.size(3)) > MAX_HEAD_DIM:
+        return f"heads are wider than {MAX_HEAD_DIM}: dk and dv do not fit the registers."
+    if query.size(3) % _ALIGNED_WIDTH or value.size(3) % _ALIGNED_WIDTH:
+        return "rows of the gradients do not start at multiples of 16 bytes."
+    if blocks is not None and (blocks.q_block < STEP or blocks.kv_block < KEYS):
+        return f"blocks of the mask are smaller than {STEP} x {KEYS}."
+    if blocks is not None and blocks.entries.numel() > _INT32:
+        return "the mask has more than 2**31 live blocks."
+    if _lines(query) > _INT32:
+        return "there are more than 2**31 rows."
+    if _leaves_idle(query, key):
+        return "there are few keys for many queries."
+    return None
+
+
+def _leaves_idle(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether half of the processors would have no program, where the portable kernels divide the
+    queries of a key head among several."""
+    units = query.size(0) // key.size(0) * (query.size(1) // key.size(1))
+    num_processors = configs.device_of(query.device).num_processors
+    return units > 1 and 2 * _programs(key) <= num_processors
+
+
+def _programs(key: torch.Tensor) -> int:
+    return key.size(0) * key.size(1) * -(-key.size(2) // KEYS)
+
+
+def _pitch(query: torch.Tensor) -> int:
+    """Q_LEN in whole steps."""
+    return -(-query.size(2) // STEP) * STEP
+
+
+def _lines(query: torch.Tensor) -> int:
+    """Rows of all heads, and of the step that is nobody's."""
+    return query.size(0) * query.size(1) * _pitch(query) + STEP
+
+
+def candidates(operands: Operands) -> tuple[Form, ...]:
+    """Forms to try for a problem, best first."""
+    call = operands.call
+    tail = call.key.size(2) % KEYS != 0
+    return forms.forms(
+        call.query.size(3),
+        call.value.size(3),
+        may_mask=call.mask is not None or tail,
+        may_fold=may_fold(call),
+    )
+
+
+def may_fold(call: AttentionCall) -> bool:
+    return call.score is None and 1e-20 < call.scale < 1e20
+
+
+def prepare(operands: Operands, form: Form) -> Ready:
+    """Everything of a backward that does not change from call to call."""
+    query, key, value, dout = operands.inputs
+    batch, heads, q_len, head_dim = query.shape
+    lines, width = _lines(query), width_of(head_dim)
+    value_width = width_of(value.size(3))
+    around = around_config(operands, width)
+    rows = lines // STEP
+    boxes = (
+        (query, STEP, width),
+        (dout, STEP, value_width),
+        (key, KEYS // 2, width),
+        (value, KEYS // 2, value_width),
+        (operands.dk, KEYS // 2, width),
+        (operands.dv, KEYS // 2, value_width),
+    )
+    return Ready(
+        Launcher(prepare_kernel, around, rows, {"num_warps": 4}),
+        Launcher(backward_kernel, main_config(operands, form), _programs(key), {"num_warps": 4}),
+        Launcher(finish_kernel, around, rows - 1, {"num_warps": 4}),
+        tuple(Blank.of(tensor, n, w) for tensor, n, w in boxes),
+        _blank_statistics(lines, query.device),
+        lines,
+        width,
+        pack_ints((heads, q_len, _pitch(query), batch * heads)),
+        pack_ints(_main_shape(operands)),
+        pack_ints([step for t in (operands.out, dout) for step in steps(t)]),
+    )
+
+
+def _blank_statistics(lines: int, device: torch.device) -> Blank:
+    stats = torch.empty(2, lines, dtype=torch.float32, device=device)
+    found = TensorDescriptor(stats, [2, lines], [lines, 1], [1, STEP], _ROWS)
+    found.base = None
+    return Blank(found)
+
+
+def _main_shape(operands: Operands) -> tuple[int, ...]:
+    """`shape` of backward_shared.locate."""
+    query, key, blocks = operands.query, operands.key, operands.call.blocks
+    batch, heads, q_len, _ = query.shape
+    kv_batch, heads_kv, kv_len, _ = key.shape
+    group = heads // heads_kv
+    offsets = (0, 0) if blocks is None else (blocks.q_offset, blocks.kv_offset)
+    return (
+        heads,
+        heads_kv,
+        group,
+        q_len,
+        kv_len,
+        batch,
+        -(-kv_len // KEYS),
+        *offsets,
+        max(1, heads_together(operands, q_len) // group),
+        group * batch // kv_batch,
+        kv_batch * heads_kv,
+        _pitch(query),
+    )
+
+
+def with_descriptor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy, in a form that TMA can read."""
+    return tensor if takes_descriptor(tensor) else tensor.contiguous()
+
+
+_READY_LIMIT = 4096
+_ready: dict[tuple[Any, ...], Ready | None] = {}
+
+
+def key_of(operands: Operands) -> tuple[Any, ...]:
+    blocks = operands.call.blocks
+    heads = None if blocks is None else blocks.num_batches * blocks.num_heads == 1
+    return operands.signature, may_fold(operands.call), heads
+
+
+def remembered(key: tuple[Any, ...]) -> tuple[bool, Ready | None]:
+    """(whether this problem was seen, what it runs with; None: the portable kernels)."""
+    return key in _ready, _ready.get(key)
+
+
+def remember(key: tuple[Any, ...], ready: Ready | None) -> None:
+    if len(_ready) >= _READY_LIMIT:
+        _ready.clear()
+    _ready[key] = ready

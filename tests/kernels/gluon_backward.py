@@ -1,0 +1,48 @@
+"""Attention with a portable forward and the Gluon backward, whatever the size of the problem."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from attnloom.backends.gluon import launch_backward, ready_backward
+from attnloom.backends.registry import AttentionCall, Gradients
+from attnloom.backends.triton.launch import TritonBackend
+from tests.harness.case import Case
+from tests.harness.check import check_attention
+from tests.harness.implementations import attnloom_with
+
+
+@contextlib.contextmanager
+def gluon_backward(portable: bool = False) -> Iterator[None]:
+    """Inside, the Triton backend's backward is the Gluon one. Few programs and spills are no reason
+    for the portable kernels here, and deterministic mode, by which the harness draws memory, is
+    none. portable: whether those kernels are expected in the end."""
+    in_use = launch_backward.portable_kernels.backward
+    used: list[str] = []
+
+    def fused(_: TritonBackend, call: AttentionCall, *rest: Any) -> Gradients:
+        options = replace(call.options, deterministic=False)
+        return launch_backward.backward(replace(call, options=options), *rest)
+
+    def other(*args: Any) -> Gradients:
+        used.append("portable")
+        return in_use(*args)
+
+    with (
+        mock.patch.object(TritonBackend, "backward", fused),
+        mock.patch.object(ready_backward, "_leaves_idle", lambda *_: False),
+        mock.patch.object(launch_backward, "FEW_SPILLS", 1 << 20),
+        mock.patch.object(launch_backward.portable_kernels, "backward", other),
+    ):
+        yield
+    assert bool(used) == portable, "the kernels that ran are not those that were to be tested"
+
+
+def check_gradients(case: Case, portable: bool = False, **options: Any) -> None:
+    """Every result and gradient of a case, within the harness's error budget."""
+    with gluon_backward(portable):
+        check_attention(case, attnloom_with("cuda", backend="triton", **options))

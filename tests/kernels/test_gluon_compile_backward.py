@@ -1,0 +1,65 @@
+"""The Gluon backward compiled for a Hopper GPU that is not there: it fits, spills within bounds,
+and none of its products is waited for at once."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
+    pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
+
+# ruff: noqa: E402
+from attnloom.backends.gluon import launch_backward, ready_backward
+from attnloom.backends.registry import AttentionCall
+from tests.kernels.cross_compile import TARGETS, Compiled, compile_for, device_is
+from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon
+from tests.kernels.test_triton_compile import causal, make_call
+
+
+class _Compiler:
+    """In place of launcher.Launcher: compiles what it would launch."""
+
+    made: dict[str, Compiled | CompiledGluon] = {}
+
+    def __init__(self, kernel: Any, config: Any, grid: int, options: dict[str, int]) -> None:
+        self.kernel, self.config, self.options = kernel, config, options
+        self.spills = 0
+
+    def __call__(self, aligned: bool, *args: object) -> None:
+        arguments = (*args, self.config)
+        if self.kernel.is_gluon():
+            made = compile_gluon(self.kernel, arguments, self.options)
+        else:
+            made = compile_for("sm_90", self.kernel, arguments, self.options)
+        self.spills = (made.spills or 0) // 4
+        self.made[self.kernel.__name__] = made
+
+
+def compiled(call: AttentionCall) -> dict[str, Any]:
+    """The kernels of a backward by name; of several tries the last."""
+    _Compiler.made = {}
+    ready_backward._ready.clear()
+    rows = call.query.shape[:3]
+    out = torch.empty(*rows, call.value.size(3), dtype=call.query.dtype)
+    with device_is("sm_90"), mock.patch.object(ready_backward, "Launcher", _Compiler):
+        launch_backward.backward(call, out, torch.empty(rows), torch.empty_like(out), None)
+    ready_backward._ready.clear()
+    return _Compiler.made
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_causal(head_dim: int) -> None:
+    made = compiled(make_call(head_dim, mask_mod=causal, q_len=2048, kv_len=2048))
+    main = made["backward_kernel"]
+    assert not main.serialised
+    assert main.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert main.spills <= 96
+    assert "red.relaxed.gpu.global.add.v4.f32" in main.text
+    for name in ("prepare_kernel", "finish_kernel"):
+        assert made[name].spills == 0
