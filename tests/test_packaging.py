@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "attnloom" / "backends" / "cpu" / "kernels"
+PAGE = ROOT / "attnloom" / "plots"
 
 
 def _run(*args: str, **options) -> subprocess.CompletedProcess:
@@ -41,13 +42,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel_names):
     assert {name.split("/")[0].split("-")[0] for name in wheel_names} == {"attnloom"}
 
 
-def test_the_wheel_holds_every_module_and_every_kernel_source(wheel_names):
+def test_the_wheel_holds_every_module_every_kernel_source_and_the_page(wheel_names):
     package = ROOT / "attnloom"
     wanted = [p for p in package.rglob("*.py") if "__pycache__" not in p.parts]
     kernels = [p for p in KERNELS.iterdir() if p.suffix in (".h", ".cpp")]
-    assert kernels
+    page = [p for p in PAGE.iterdir() if p.suffix in (".css", ".js")]
+    assert kernels and page
     missing = {
-        p.relative_to(ROOT).as_posix() for p in [*wanted, *kernels, package / "py.typed"]
+        p.relative_to(ROOT).as_posix() for p in [*wanted, *kernels, *page, package / "py.typed"]
     } - set(wheel_names)
     assert not missing
 

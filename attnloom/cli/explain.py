@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from attnloom.cli import mods
 from attnloom.cli.output import dtype_name, table, to_json
 from attnloom.cli.progress import shown
+from attnloom.errors import OptionError
 
 _DEFAULTS = {"q_len": 2048, "batch": 1, "heads": 1, "head_dim": 64, "block_size": 128}
 
@@ -22,6 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program", action="store_true", help="also print every node of the programs"
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE",
+        help="also write a page: block map, programs, where they run, cost; it needs nothing else",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +39,22 @@ def run(args: argparse.Namespace) -> int:
         line.begin("importing the mod")
         found = explain(**mods.problem(args), measure=not args.no_measure, progress=line.begin)
     print(to_json(found) if args.json else "\n".join(_text(found, args.program)))
+    if args.html is not None:
+        _write_page(found, args.html)
     return 0
+
+
+def _write_page(found, path: Path) -> None:
+    from attnloom.plots.page import explain_html
+
+    try:
+        path.write_text(explain_html(found), encoding="utf-8")
+    except OSError as error:
+        raise OptionError(
+            f"--html {path} cannot be written ({error.strerror}). Name a file in a folder that "
+            "exists and is yours."
+        ) from None
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _text(found, with_program: bool) -> Iterator[str]:

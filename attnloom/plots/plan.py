@@ -100,13 +100,13 @@ def _draw_statements(axes: Axes, runs: list[tuple[str, Statement, int]]) -> None
         text = f"return {line.text}" if line.name == "return" else f"{line.name} = {line.text}"
         text = text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 3] + "..."
         axes.text(
-            max(count, 1) * 1.3, place, f"{line.when}, {_amount(count)}: {text}", va="center",
+            max(count, 1) * 1.3, place, f"{line.when}, {amount(count)}: {text}", va="center",
             fontsize=7, family="monospace", clip_on=False,
         )  # fmt: skip
     axes.set_yticks(range(len(runs)), [kind for kind, _, _ in runs], fontsize=7)
     axes.set(xscale="log", xlim=(0.8, max(most, 10) ** 2.6), title="how often each line runs")
     ticks = [10**e for e in range(0, 1 + math.ceil(math.log10(max(most, 10))), 3)]
-    axes.set_xticks(ticks, [_amount(t) for t in ticks], fontsize=7)
+    axes.set_xticks(ticks, [amount(t) for t in ticks], fontsize=7)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", which="minor", length=0)
     axes.invert_yaxis()
@@ -172,7 +172,7 @@ def _title(explanation: Explanation) -> str:
     )
 
 
-def _amount(count: int) -> str:
+def amount(count: int) -> str:
     """3 digits and a unit: 12, 4.1k, 2.36M."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
