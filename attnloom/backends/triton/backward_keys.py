@@ -17,10 +17,11 @@ import triton.language as tl
 
 from attnloom.backends.triton.backward import (
     add_product,
+    early_gradient,
     first_sums,
     inner,
+    kept,
     load_chunks,
-    masked,
     probabilities,
     score_gradient,
     store_chunks,
@@ -61,11 +62,12 @@ def _key_step(
     raw = inner(k, k_from, q, (q_src, q_at, row), cfg.TILE_N, M, cfg.D1, cfg.D2, cfg.D, cfg)
     lse_log2 = _row_values(stats, line, row, 0, cfg)
     score, p = probabilities(raw, scale, lse_log2, score_ctx, b, h, offs_n, offs_m, cfg)
+    weight = early_gradient(p, score, sums, sinks, grad_ctx, b, h, offs_n, offs_m, cfg)
     if cfg.MAY_MASK:  # noqa: SIM102 - known when the kernel is compiled, the other is not
         if partial:
-            p = masked(
-                p, mask_ctx, b, h, offs_n + kv_offset, offs_m + q_offset, offs_n < kv_len, cfg
-            )
+            live = kept(mask_ctx, b, h, offs_n + kv_offset, offs_m + q_offset, offs_n < kv_len, cfg)
+            p = tl.where(live, p, 0.0)
+            weight = tl.where(live, weight, 0.0)
     do = load_chunks(do_src, do_at, row, M, cfg.E0, cfg.E1, cfg.E2, cfg.DV, cfg)
     if cfg.WANT_DV:
         dv = add_product(dv, p.to(cfg.OPERAND), do, cfg.E1, cfg.E2, cfg)
@@ -73,7 +75,7 @@ def _key_step(
         delta = _row_values(stats, line, row, 1, cfg)
         dp = inner(v, v_from, do, (do_src, do_at, row), cfg.TILE_N, M, cfg.E1, cfg.E2, cfg.DV, cfg)
         ds, sums = score_gradient(
-            p * (dp - delta), score, sums, sinks, grad_ctx, b, h, offs_n, offs_m, cfg
+            weight * (dp - delta), score, sums, sinks, grad_ctx, b, h, offs_n, offs_m, cfg
         )
         ds = ds.to(cfg.OPERAND)
         dk = add_product(dk, ds, q, cfg.D1, cfg.D2, cfg)

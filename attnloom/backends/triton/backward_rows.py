@@ -9,10 +9,11 @@ import triton.language as tl
 
 from attnloom.backends.triton.backward import (
     add_product,
+    early_gradient,
     first_sums,
     inner,
+    kept,
     load_chunks,
-    masked,
     probabilities,
     score_gradient,
     store_chunks,
@@ -37,15 +38,17 @@ def _row_step(
     k = load_chunks(k_src, k_at, kv, N, cfg.D0, cfg.D1, cfg.D2, cfg.D, cfg)
     raw = inner(q, q_from, k, (k_src, k_at, kv), cfg.TILE_M, N, cfg.D1, cfg.D2, cfg.D, cfg)
     score, p = probabilities(raw, scale, lse_log2, score_ctx, b, h, offs_m, offs_n, cfg)
+    weight = early_gradient(p, score, sums, sinks, grad_ctx, b, h, offs_m, offs_n, cfg)
     if cfg.MAY_MASK:  # noqa: SIM102 - known when the kernel is compiled, the other is not
         if partial:
-            p = masked(
-                p, mask_ctx, b, h, offs_m + q_offset, offs_n + kv_offset, offs_n < k_at[5], cfg
+            live = kept(
+                mask_ctx, b, h, offs_m + q_offset, offs_n + kv_offset, offs_n < k_at[5], cfg
             )
+            weight = tl.where(live, weight, 0.0)
     v = load_chunks(v_src, v_at, kv, N, cfg.E0, cfg.E1, cfg.E2, cfg.DV, cfg)
     dp = inner(do, do_from, v, (v_src, v_at, kv), cfg.TILE_M, N, cfg.E1, cfg.E2, cfg.DV, cfg)
     ds, sums = score_gradient(
-        p * (dp - delta), score, sums, sinks, grad_ctx, b, h, offs_m, offs_n, cfg
+        weight * (dp - delta), score, sums, sinks, grad_ctx, b, h, offs_m, offs_n, cfg
     )
     return add_product(dq, ds.to(cfg.OPERAND), k, cfg.D1, cfg.D2, cfg), sums
 

@@ -17,6 +17,7 @@ from attnloom.backends.triton.config import INTERPRETED
 
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 512
+MAX_TILE = 128  # rows or keys of the largest tile of all tables
 # Tiles whose kernel spills more 4-byte registers a thread are passed over, MAX_TRIES at most.
 FEW_SPILLS = 8
 MAX_TRIES = 3

@@ -17,6 +17,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def small_to_float(x):
+    """float32 of an integer within +-2**22, exact: its bits placed in the mantissa of 1.5 * 2**23.
+
+    Two operations at full rate; the conversion instruction runs at a quarter of it or less."""
+    placed = tl.cast(x, tl.int32) + 0x4B400000
+    return tl.cast(placed, tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
 def truncdiv(a, b):
     safe = tl.where(b == 0, 1, b)
     return tl.where(b == 0, 0, a // safe)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from attnloom.backends.triton.config import INTERPRETED
 from attnloom.ir.node import Axes, DType, Node, Program
+from attnloom.ir.passes.bounds import small_integers
 
 TYPES = {
     DType.BOOL: "tl.int1",
@@ -138,6 +139,8 @@ _REDUCERS = {
 }
 _NUMBERS = {DType.F32: "args[{0}]", DType.F64: "dm.double(args, {0})"}
 _R_AXES = Axes.R0 | Axes.R1 | Axes.R2 | Axes.R3
+NEAR = 1 << 21
+_SMALL = 1 << 22  # what device_math.small_to_float takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +150,13 @@ class Target:
     tanh_ptx: the device has tanh.approx and the caller allows it.
     wide: positions, what is computed from them or offsets into captured tensors may pass 2**31.
     exact: no approximation beyond a few units in the last place.
+    near: positions, and b and h, lie within +-NEAR.
     """
 
     tanh_ptx: bool = False
     wide: bool = False
     exact: bool = False
+    near: bool = False
 
 
 def arg_index(program: Program, slot: int) -> int:
@@ -173,6 +178,7 @@ class Writer:
         self.prefix = prefix
         self.target = target
         self.levels = [self.level_of(a) for a in program.axes]
+        self.small = small_integers(program, NEAR, _SMALL) if target.near else frozenset()
         self.across = _uses_across(program, self.levels, self.deepest)
         self.head = [i for i in self.across if self.levels[i] == 0]
         self.row = [i for i in self.across if self.levels[i] == 1]
@@ -243,7 +249,9 @@ class Writer:
         elif node.op in _FLOAT and operand.is_float:
             table = _FLOAT
         text = table[node.op]
-        if node.op == "tanh" and self.target.tanh_ptx and node.dtype is DType.F32:
+        if node.op == "cast" and node.dtype is DType.F32 and node.args[0] in self.small:
+            text = "dm.small_to_float({0})"
+        elif node.op == "tanh" and self.target.tanh_ptx and node.dtype is DType.F32:
             text = "dm.tanh_ptx({0})"
         elif node.op in _LIBRARY and (self.target.exact or node.dtype is DType.F64):
             text = _LIBRARY[node.op]

@@ -36,6 +36,11 @@ from attnloom.ir.passes.simplify import simplify
 _SINKS = "from attnloom.backends.triton import sinks as sk\n"
 _EXCHANGED = {"q": "kv", "kv": "q"}
 _R_AXES = Axes.R0 | Axes.R1 | Axes.R2 | Axes.R3
+# Operations on floats that make no infinity of finite numbers, short of overflow.
+_TAME = frozenset(
+    "input const number load cast add sub mul neg abs sign min max where floor ceil round trunc "
+    "sin cos tanh sigmoid erf atan asinh copysign".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,13 @@ def exchanged(program: Program) -> Program:
 @functools.lru_cache(maxsize=1024)
 def gradient_of(program: Program, exact: bool) -> Gradient:
     return gradient(program, exact)
+
+
+def is_tame(program: Program) -> bool:
+    """Whether the derivative by the score is finite wherever the score is, so that it may be
+    applied to probabilities (backward.early_gradient)."""
+    found = simplify(replace(program, outputs=program.outputs[:1]), exact=True)
+    return all(node.op in _TAME for node in found.nodes if node.dtype.is_float)
 
 
 def positions_of(program: Program, item: Contribution) -> tuple[str | None, ...]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from attnloom.ir.interval import Interval, between, integer, outward, point, unknown
-from attnloom.ir.node import REDUCTION_AXES, BoundProgram, DType, Node
+from attnloom.ir.node import REDUCTION_AXES, BoundProgram, DType, Node, Program
 from attnloom.ir.ops import OPS
 
 Tensor = torch.Tensor
@@ -29,6 +29,7 @@ Range = tuple[Tensor, Tensor]
 _MAX_SCANNED = 1 << 16
 _NARROW = 2**29  # what CPU kernels accept of a captured integer in 32-bit lanes
 _INT32 = 2**31 - 1
+_POSITIONS = ("b", "h", "q", "kv")
 
 
 def bounds(
@@ -92,6 +93,30 @@ def fits_32_bits(bound: BoundProgram, inputs: Mapping[str, tuple[int, int]]) -> 
         if node.dtype is DType.I64 and max(-int(found.lo.min()) - 1, int(found.hi.max())) > _INT32:
             return False
     return True
+
+
+def small_integers(program: Program, reach: int, limit: int) -> frozenset[int]:
+    """Integer nodes that surely lie within +-limit where b, h and positions lie within +-reach.
+
+    Captured elements, numbers and steps of reductions count as unknown.
+    """
+    ends = (torch.tensor(-reach), torch.tensor(reach))
+    overrides: dict[int, Range] = {}
+    for index, node in enumerate(program.nodes):
+        if node.op in ("load", "number", "reduce"):
+            anything = unknown(node.dtype)
+            overrides[index] = anything.lo, anything.hi
+        elif node.op == "input" and node.dtype.is_int:
+            overrides[index] = ends if str(node.attr) in _POSITIONS else _narrow()
+    walk = _Walk(BoundProgram(program), {}, overrides, lambda _: unknown(DType.I64))
+    found: list[int] = []
+    for index, node in enumerate(program.nodes):
+        interval = walk.visit(index)
+        if node.dtype.is_int:
+            lowest, highest = int(interval.lo.min()), int(interval.hi.max())
+            if -limit <= lowest and highest <= limit:
+                found.append(index)
+    return frozenset(found)
 
 
 class _Walk:
