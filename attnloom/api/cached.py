@@ -98,7 +98,7 @@ def attention(
     """
     if launch.options.debug_bounds:
         raise UnsupportedError(
-            "kernel_options debug_bounds checks whole sequences, not a cache. Check the mods on the "
+            "kernel_options debug_bounds checks whole sequences, not a cache. Check mods on the "
             "sequences without their cache; indices are clamped here as everywhere."
         )
     _check_inference(query, key, value, *tensors)

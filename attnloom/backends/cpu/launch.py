@@ -7,6 +7,7 @@ once (launch_args.py).
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,8 +80,6 @@ class CpuBackend:
                     return (
                         f"a captured tensor has {spec.rank} dimensions, kernels take {_MAX_RANK}."
                     )
-        if call.table is not None:
-            return "its sequences have lengths of their own."
         if toolchain.available() is None:
             return "no C++ compiler was found."
         return None
@@ -92,7 +91,14 @@ class CpuBackend:
         out = torch.empty((batch, heads, q_len, value.size(3)), dtype=query.dtype, device="cpu")
         lse = torch.empty((batch, heads, q_len), dtype=real.torch, device="cpu")
         max_scores = torch.empty_like(lse) if want_max_scores else None
-        operands = [operand(t, batch) for t in (query, key, value, out)] + [()] * 4
+        if call.table is not None and call.table.counts is not None:
+            # kernels leave rows of padding alone
+            for rows_of, padding in ((out, 0.0), (lse, -math.inf), (max_scores, -math.inf)):
+                if rows_of is not None:
+                    rows_of.fill_(padding)
+        in_pages = call.table is not None and call.table.pages is not None
+        stored = (operand(t, batch, in_pages) for t in (key, value))
+        operands = [operand(query, batch), *stored, operand(out, batch)] + [()] * 4
         rows = (lse.data_ptr(), 0 if max_scores is None else max_scores.data_ptr(), 0)
         threads = num_threads(call)
         schedule = decode_schedule(call, threads)

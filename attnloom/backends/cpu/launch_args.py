@@ -26,16 +26,19 @@ _OPERAND = 5  # data, three strides, dtype
 _NO_OPERAND = (0,) * _OPERAND
 _TENSOR_ARG = struct.Struct("17q")  # TensorArg: data, size[8], stride[8]
 _MAX_RANK = 8
-_ARGS = struct.Struct(f"{8 * _OPERAND + 3 + 2 + 7 + 8 + 5 + 3 + 3 + 2}qd")
+_ARGS = struct.Struct(f"{8 * _OPERAND + 3 + 2 + 7 + 8 + 7 + 5 + 3 + 3 + 2}qd")
 _INT64 = 1 << 63
 
 Words = tuple[int, ...]
 
 
-def operand(tensor: torch.Tensor, batch: int) -> Words:
-    """Words of an Operand; a tensor with one batch entry is read by all `batch` of them."""
+def operand(tensor: torch.Tensor, batch: int, in_pages: bool = False) -> Words:
+    """Words of an Operand; a tensor with one batch entry is read by all `batch` of them.
+
+    in_pages: its first dimension counts pages.
+    """
     stride = tensor.stride()
-    stride_b = stride[0] if tensor.size(0) == batch else 0
+    stride_b = stride[0] if tensor.size(0) == batch or in_pages else 0
     return (tensor.data_ptr(), stride_b, stride[1], stride[2], DTYPE_CODES[tensor.dtype])
 
 
@@ -71,6 +74,23 @@ def mask_words(blocks: BlockLists | None) -> Words:
         blocks.q_len,
         blocks.q_offset,
         blocks.kv_offset,
+    )
+
+
+def table_words(call: AttentionCall) -> Words:
+    """Addresses and sizes of the page table, zeros without any; places for kernels' own."""
+    table = call.table
+    if table is None:
+        return (0,) * 7
+    counts, pages = table.counts, table.pages
+    return (
+        table.lengths.data_ptr(),
+        0 if counts is None else counts.data_ptr(),
+        0 if pages is None else pages.data_ptr(),
+        0 if pages is None else pages.size(1),
+        table.page_size,
+        0,
+        0,
     )
 
 
@@ -132,8 +152,9 @@ def _words(
     words += parts.rows
     words += mask_words(call.blocks)
     batch, heads, q_len, head_dim = call.query.shape
-    words += (batch, key.size(0), heads, key.size(1), q_len, key.size(2))
-    words += (head_dim, call.value.size(3), *binding_addresses, parts.grads, num_tensors)
+    words += (batch, call.kv_batch, heads, key.size(1), q_len, call.kv_len)
+    words += (head_dim, call.value.size(3), *table_words(call))
+    words += (*binding_addresses, parts.grads, num_tensors)
     plan = parts.schedule
     words += (parallel_for() if plan.num_threads > 1 else 0, plan.num_threads, 0)
     words += (plan.row_chunks, plan.head_chunks, plan.num_lanes, plan.num_splits, plan.fold)

@@ -51,7 +51,7 @@ def num_threads(call: AttentionCall) -> int:
         return 1
     query = call.query
     width = query.size(3) + call.value.size(3)
-    if query.numel() // max(1, query.size(3)) * call.key.size(2) * width < _SERIAL_PRODUCTS:
+    if query.numel() // max(1, query.size(3)) * call.kv_len * width < _SERIAL_PRODUCTS:
         return 1
     return torch.get_num_threads()
 
@@ -66,7 +66,7 @@ def decode_schedule(call: AttentionCall, threads: int) -> Schedule | None:
     if call.blocks is None or call.blocks.num_heads == 1:
         fold = max(f for f in range(1, group + 1) if group % f == 0 and f * q_len <= DECODE_ROWS)
     units = batch * heads // fold
-    tiles = -(-call.key.size(2) // DECODE_KEYS)
+    tiles = -(-call.kv_len // DECODE_KEYS)
     splits = min(-(-4 * threads // max(1, units)), max(1, tiles // 2))
     return Schedule(threads, num_splits=splits, fold=fold)
 

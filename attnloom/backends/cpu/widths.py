@@ -26,7 +26,8 @@ def needs_wide_ints(call: AttentionCall) -> bool:
     if call.score is None and call.mask is None:
         return False
     batch, heads, q_len, _ = call.query.shape
-    q_high, kv_high = q_len, call.key.size(2) + _OVERHANG
+    kv_high = call.kv_len + _OVERHANG
+    q_high = q_len if call.table is None else kv_high
     needed = False
     if call.score is not None:
         needed = _is_wide(call.score, (batch, heads, 0, _rounded(q_high), 0, _rounded(kv_high)))
@@ -36,6 +37,12 @@ def needs_wide_ints(call: AttentionCall) -> bool:
         kv_range = (min(0, kv_offset), _rounded(kv_high + kv_offset))
         needed = needed or _is_wide(call.mask, (batch, heads, *q_range, *kv_range))
     return needed
+
+
+def mask_needs_wide_ints(bound: BoundProgram, sizes: tuple[int, int, int, int]) -> bool:
+    """As `needs_wide_ints`, of a mask alone. sizes: batch entries, heads, Q_LEN, KV_LEN."""
+    batch, heads, q_len, kv_len = sizes
+    return _is_wide(bound, (batch, heads, 0, _rounded(q_len), 0, _rounded(kv_len)))
 
 
 def _rounded(length: int) -> int:

@@ -47,6 +47,12 @@ struct AttentionArgs {
     const i32* entries;
     i64 mask_batches, mask_heads, q_block, kv_block, mask_q_len, q_offset, kv_offset;
     i64 B, Bkv, Hq, Hkv, q_len, kv_len, head_dim, value_dim;
+    // Of sequences in a cache (attnloom/paged/table.py), see sequences.h; lengths null: all are
+    // kv_len long. counts and pages may be null; pages is [B, page_columns].
+    const i32 *lengths, *counts, *pages;
+    i64 page_columns, page_size;
+    // Set by kernels for the sequence at hand, see sequences.h.
+    i64 q_start, num_queries;
     const TensorArg* tensors;
     const double* reals;
     const i64* ints;
@@ -89,7 +95,8 @@ struct Geometry {
         num_key_tiles = ceil_div(args.kv_len, TILE_N);
         // A tile of rows never crosses a block, so that one list serves it.
         tile_m = args.row_offsets ? min_i64(TILE_M, args.q_block) : TILE_M;
-        num_row_tiles = ceil_div(args.q_len, tile_m);
+        // Queries that begin inside a block reach into one tile more.
+        num_row_tiles = ceil_div(args.q_len, tile_m) + (args.lengths && args.row_offsets);
     }
 };
 

@@ -105,10 +105,10 @@ static void pack_key_tile(Task& task, i64 tile) {
     i64 k0 = tile * TILE_N, count = min_i64(TILE_N, args.kv_len - k0);
     Rows keys(args.key, task.kv_b, task.kv_h, k0, count, args.head_dim);
     Rows values(args.value, task.kv_b, task.kv_h, k0, count, args.value_dim);
-    pack_transposed(keys, task.scratch.keys + tile * sizes.key_units * TILE_N);
-    pack_transposed(values, task.scratch.values + tile * sizes.value_units * TILE_N);
+    pack_transposed(keys, 0, TILE_N, task.scratch.keys + tile * sizes.key_units * TILE_N);
+    pack_transposed(values, 0, TILE_N, task.scratch.values + tile * sizes.value_units * TILE_N);
     if (!key_in_place(args))
-        pack_right(keys, TILE_N, sizes.key_lanes,
+        pack_right(keys, 0, TILE_N, sizes.key_lanes,
                    task.scratch.key_rows + tile * TILE_N / UNIT_ELEMENTS * sizes.key_lanes);
 }
 
@@ -125,11 +125,11 @@ static void enter_tile(Task& task, const RowGroup& group, RowStatistics& rows) {
     Rows query(args.query, group.b, group.h, group.q0, count, args.head_dim);
     Rows dout(args.dout, group.b, group.h, group.q0, count, args.value_dim);
     Rows out(args.out, group.b, group.h, group.q0, count, args.value_dim);
-    pack_units(query, padded, round_up(sizes.key_units, W), scratch.query);
-    pack_units(dout, padded, round_up(sizes.value_units, W), scratch.dout);
+    pack_units(query, 0, padded, round_up(sizes.key_units, W), scratch.query);
+    pack_units(dout, 0, padded, round_up(sizes.value_units, W), scratch.dout);
     if (BF16_PAIRS) {
-        pack_right(query, padded, sizes.key_lanes, scratch.query_right);
-        pack_right(dout, padded, sizes.value_lanes, scratch.dout_right);
+        pack_right(query, 0, padded, sizes.key_lanes, scratch.query_right);
+        pack_right(dout, 0, padded, sizes.value_lanes, scratch.dout_right);
     }
     i64 first = (group.b * args.Hq + group.h) * args.q_len + group.q0;
     for (i64 i = 0; i < count; i++) {

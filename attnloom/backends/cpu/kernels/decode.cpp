@@ -1,8 +1,8 @@
 // Decode: attention of a few query rows over many keys, the keys split over threads.
 //
-//   unit    `fold` query heads of one kv head, with all their q_len rows: R = fold * q_len <=
-//   TILE_M part    one of num_splits shares of the unit's live tiles (flash-decoding, Dao et al.
-//   2023)
+//   unit    `fold` query heads of one kv head, with all their q_len rows, at most TILE_M; over a
+//           cache those of them that lie in one block of the mask
+//   part    one of num_splits shares of the unit's live tiles (flash-decoding, Dao et al. 2023)
 //
 // Rows of grouped heads share every key they load (few_rows.h). A first region computes the parts,
 // a second one combines them in order.
@@ -12,17 +12,20 @@
 #include "online_softmax.h"
 #include "pack.h"
 #include "parallel.h"
+#include "sequences.h"
 #include "tiles.h"
 
 struct DecodeLayout {
     Geometry sizes;
-    i64 num_units, num_rows, part_size;
+    i64 num_chunks, num_units, num_rows, part_size;
     real* parts;  // [num_units][num_splits][num_rows][m, l, then acc in value_lanes]
     char* scratch;
     i64 worker_bytes, total_bytes;
 
     explicit DecodeLayout(const AttentionArgs& args) : sizes(args) {
-        num_units = args.B * args.Hq / args.fold;
+        // Queries that stand anywhere touch two blocks, of at least TILE_M each.
+        num_chunks = args.lengths && args.row_offsets && args.q_len > 1 ? 2 : 1;
+        num_units = args.B * args.Hq / args.fold * num_chunks;
         num_rows = args.fold * args.q_len;
         part_size = num_rows * row_size();
         worker_bytes = Scratch(nullptr, sizes).used;
@@ -55,20 +58,41 @@ struct DecodeLayout {
     };
 };
 
-// Heads and rows of a unit. Row r of the tile is row r % q_len of head r / q_len.
-struct Unit {
-    i64 b, first_head, kv_b, kv_h;
-    RowGroup heads[TILE_M];
+// Heads and queries of a unit: query rows q_begin .. q_begin + num_queries of `fold` heads.
+struct UnitPlace {
+    AttentionArgs here;
+    i64 b, first_head, kv_b, kv_h, q_begin, num_queries;
 
-    Unit(const AttentionArgs& args, const ModArgs& mods, i64 number) {
-        i64 units_per_batch = args.Hq / args.fold;
+    UnitPlace(const AttentionArgs& args, const DecodeLayout& layout, i64 number)
+        : here(of_sequence(args, number / layout.num_chunks / (args.Hq / args.fold))) {
+        i64 units_per_batch = args.Hq / args.fold, chunk = number % layout.num_chunks;
+        number /= layout.num_chunks;
         b = number / units_per_batch;
         first_head = number % units_per_batch * args.fold;
         kv_b = args.Bkv == args.B ? b : 0;
         kv_h = first_head / (args.Hq / args.Hkv);
+        i64 first = 0, last = here.num_queries;
+        if (layout.num_chunks > 1) {
+            i64 boundary = args.q_block - here.q_start % args.q_block;
+            first = chunk ? min_i64(boundary, last) : 0;
+            last = chunk ? last : min_i64(boundary, last);
+        }
+        q_begin = first;
+        num_queries = last - first;
+    }
+    i64 position() const { return here.q_start + q_begin; }
+    i64 num_rows() const { return here.fold * num_queries; }
+};
+
+// Row r of the tile is query r % num_queries of head r / num_queries.
+struct Unit : UnitPlace {
+    RowGroup heads[TILE_M];
+
+    Unit(const AttentionArgs& args, const DecodeLayout& layout, const ModArgs& mods, i64 number)
+        : UnitPlace(args, layout, number) {
         for (i64 g = 0; g < args.fold; g++) {
             enter_head(mods, b, first_head + g, heads[g]);
-            enter_rows(args, mods, 0, args.q_len, heads[g]);
+            enter_rows(args, mods, position(), num_queries, heads[g]);
         }
     }
 };
@@ -78,7 +102,7 @@ static bool mask_tile(const AttentionArgs& args, const ModArgs& mods, const Unit
                       const KeyTile& tile, i32 num_rows, i8* mask, Range& columns) {
     Range panels[MAX_PANELS];
     for (i64 g = 0; g < args.fold; g++)
-        fill_mask(args, mods, unit.heads[g], tile, mask + g * args.q_len * TILE_N);
+        fill_mask(args, mods, unit.heads[g], tile, mask + g * unit.num_queries * TILE_N);
     if (!live_columns(tile, mask, num_rows, panels)) return false;
     columns = {TILE_N, 0};
     for (i32 p = 0; p * MR < num_rows; p++) {
@@ -90,44 +114,51 @@ static bool mask_tile(const AttentionArgs& args, const ModArgs& mods, const Unit
 }
 
 // scores = Q K^T for the columns of a tile. Keys in the tensor's own form are read in place.
-static void score_tile(const AttentionArgs& args, const DecodeLayout& layout, const Rows& keys,
-                       Range columns, const DecodeLayout::Scratch& scratch) {
+static void score_tile(const AttentionArgs& args, const DecodeLayout& layout, const Unit& unit,
+                       i64 k0, i64 count, Range columns, const DecodeLayout::Scratch& scratch) {
     i64 row_units = round_up(layout.sizes.key_units, W);
-    bool in_place = keys.dtype == OWN_DTYPE && args.head_dim % (W * UNIT_ELEMENTS) == 0;
-    if (!in_place) pack_units(keys, TILE_N, row_units, scratch.keys);
-    const char* data = in_place ? keys.data : (const char*)scratch.keys;
-    i64 row_bytes = in_place ? keys.bytes_between : row_units * (i64)sizeof(real);
-    Range whole = {columns.begin / W * W, (i32)round_up(columns.end, W)};
-    for (i64 r = 0; r < layout.num_rows; r += MR)
-        dot_keys(scratch.query + r * row_units, row_units, data, row_bytes, keys.count, whole,
-                 scratch.scores + r * TILE_N);
+    bool in_place = args.key.dtype == OWN_DTYPE && args.head_dim % (W * UNIT_ELEMENTS) == 0;
+    auto score_piece = [&](i64 begin, i64 end, const Rows& keys) {
+        if (!in_place) pack_units(keys, begin, end, row_units, scratch.keys);
+        const char* data = in_place ? keys.data : (const char*)scratch.keys;
+        i64 row_bytes = in_place ? keys.bytes_between : row_units * (i64)sizeof(real);
+        Range whole = {(i32)max_i64(begin, columns.begin / W * W),
+                       (i32)min_i64(end, round_up(columns.end, W))};
+        for (i64 r = 0; r < unit.num_rows(); r += MR)
+            dot_keys(scratch.query + r * row_units, row_units, data, row_bytes, keys.count, whole,
+                     scratch.scores + r * TILE_N);
+    };
+    for_each_piece(args, args.key, unit.kv_b, unit.kv_h, k0, count, args.head_dim, score_piece);
 }
 
 // acc += P V for the columns of a tile.
-static void value_tile(const AttentionArgs& args, const DecodeLayout& layout, const Rows& values,
-                       Range columns, const DecodeLayout::Scratch& scratch,
+static void value_tile(const AttentionArgs& args, const DecodeLayout& layout, const Unit& unit,
+                       i64 k0, i64 count, Range columns, const DecodeLayout::Scratch& scratch,
                        const SoftmaxState& state) {
     i64 lanes = layout.sizes.value_lanes;
-    bool whole_units = !BF16_PAIRS || values.count % 2 == 0;
-    bool in_place = values.dtype == OWN_DTYPE && args.value_dim % W == 0 && whole_units;
-    if (!in_place) pack_right(values, TILE_N, lanes, scratch.values);
-    ValueUnits source = {in_place ? values.data : (const char*)scratch.values,
-                         in_place ? values.bytes_between : lanes * (i64)sizeof(real)};
-    i64 end = min_i64(columns.end, values.count);
-    Range units = {columns.begin / UNIT_ELEMENTS, (i32)ceil_div(end, UNIT_ELEMENTS)};
-    auto add = in_place ? add_values<false> : add_values<true>;
-    for (i64 r = 0; r < layout.num_rows; r += MR)
-        add(state.probabilities() + r * PROBABILITY_ROW, PROBABILITY_ROW, source, units, lanes,
-            state.acc + r * lanes);
+    bool own = args.value.dtype == OWN_DTYPE && args.value_dim % W == 0;
+    auto add_piece = [&](i64 begin, i64 end, const Rows& values) {
+        bool whole_units = !BF16_PAIRS || values.count % 2 == 0;
+        bool in_place = own && whole_units;
+        if (!in_place) pack_right(values, begin, end, lanes, scratch.values);
+        ValueUnits source = {in_place ? values.data : (const char*)scratch.values,
+                             in_place ? values.bytes_between : lanes * (i64)sizeof(real)};
+        end = min_i64(columns.end, values.count);
+        Range units = {(i32)max_i64(begin, columns.begin) / UNIT_ELEMENTS,
+                       (i32)ceil_div(end, UNIT_ELEMENTS)};
+        auto add = in_place ? add_values<false> : add_values<true>;
+        for (i64 r = 0; r < unit.num_rows(); r += MR)
+            add(state.probabilities() + r * PROBABILITY_ROW, PROBABILITY_ROW, source, units, lanes,
+                state.acc + r * lanes);
+    };
+    for_each_piece(args, args.value, unit.kv_b, unit.kv_h, k0, count, args.value_dim, add_piece);
 }
 
 static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, const ModArgs& mods,
                         const Unit& unit, const KeyTile& tile, Range columns,
                         const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
     i64 k0 = tile.index * TILE_N, count = min_i64(TILE_N, args.kv_len - k0);
-    Rows keys(args.key, unit.kv_b, unit.kv_h, k0, count, args.head_dim);
-    Rows values(args.value, unit.kv_b, unit.kv_h, k0, count, args.value_dim);
-    score_tile(args, layout, keys, columns, scratch);
+    score_tile(args, layout, unit, k0, count, columns, scratch);
     Range panels[MAX_PANELS];
     for (Range& panel : panels) panel = columns;
     auto softmax = tile.masked ? softmax_rows<true> : softmax_rows<false>;
@@ -135,41 +166,46 @@ static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, c
         TileColumn column;
         enter_keys(mods, unit.heads[g], k0, column);
         softmax(mods, unit.heads[g], column, k0, panels, score_scale(args),
-                state.from_row(g * args.q_len));
+                state.from_row(g * unit.num_queries));
     }
-    value_tile(args, layout, values, columns, scratch, state);
+    value_tile(args, layout, unit, k0, count, columns, scratch, state);
 }
 
-static void attend_part(const AttentionArgs& args, const DecodeLayout& layout, i64 worker,
+static void attend_part(const AttentionArgs& whole, const DecodeLayout& layout, i64 worker,
                         i64 task) {
     const Geometry& sizes = layout.sizes;
-    i64 split = task % args.num_splits, padded = round_up(layout.num_rows, MR);
-    ModArgs mods = mod_args(args, nullptr);
-    Unit unit(args, mods, task / args.num_splits);
+    i64 split = task % whole.num_splits;
+    ModArgs mods = mod_args(whole, nullptr);
+    Unit unit(whole, layout, mods, task / whole.num_splits);
+    const AttentionArgs& args = unit.here;
+    i64 num_rows = unit.num_rows(), padded = round_up(num_rows, MR);
+    if (num_rows == 0) return;
     DecodeLayout::Scratch scratch(layout.scratch + worker * layout.worker_bytes, sizes);
     i64 row_units = round_up(sizes.key_units, W);
     for (i64 g = 0; g < args.fold; g++)
-        pack_units(Rows(args.query, unit.b, unit.first_head + g, 0, args.q_len, args.head_dim),
-                   args.q_len, row_units, scratch.query + g * args.q_len * row_units);
-    __builtin_memset(scratch.query + layout.num_rows * row_units, 0,
-                     (padded - layout.num_rows) * row_units * sizeof(real));
+        pack_units(Rows(args.query, unit.b, unit.first_head + g, unit.q_begin, unit.num_queries,
+                        args.head_dim),
+                   0, unit.num_queries, row_units,
+                   scratch.query + g * unit.num_queries * row_units);
+    __builtin_memset(scratch.query + num_rows * row_units, 0,
+                     (padded - num_rows) * row_units * sizeof(real));
     real m[TILE_M], l[TILE_M];
     SoftmaxState state = {scratch.scores,   scratch.pairs, scratch.mask, scratch.acc, m, l,
                           sizes.value_lanes};
     state.reset(padded);
 
-    Span steps = key_steps(args, unit.b, unit.first_head, 0);
+    Span steps = key_steps(args, unit.b, unit.first_head, unit.position());
     i64 count = steps.end - steps.begin;
     KeyTiles tiles(args, steps.begin + count * split / args.num_splits,
                    steps.begin + count * (split + 1) / args.num_splits);
     for (KeyTile tile; tiles.next(tile);) {
         Range columns = {tile.begin, tile.end};
         if (tile.masked &&
-            !mask_tile(args, mods, unit, tile, (i32)layout.num_rows, state.mask, columns))
+            !mask_tile(args, mods, unit, tile, (i32)num_rows, state.mask, columns))
             continue;
         attend_tile(args, layout, mods, unit, tile, columns, scratch, state);
     }
-    for (i64 r = 0; r < layout.num_rows; r++) {
+    for (i64 r = 0; r < num_rows; r++) {
         real* part = layout.parts + task * layout.part_size + r * layout.row_size();
         part[0] = m[r];
         part[1] = l[r];
@@ -179,9 +215,10 @@ static void attend_part(const AttentionArgs& args, const DecodeLayout& layout, i
 }
 
 // Adds the parts of one row of a unit, in order, into the first of them.
-static void combine_row(const AttentionArgs& args, const DecodeLayout& layout, i64 unit, i64 r) {
-    i64 units_per_batch = args.Hq / args.fold, b = unit / units_per_batch;
-    i64 h = unit % units_per_batch * args.fold + r / args.q_len, q = r % args.q_len;
+static void combine_row(const AttentionArgs& args, const DecodeLayout& layout, i64 unit,
+                        const UnitPlace& place, i64 r) {
+    i64 b = place.b, h = place.first_head + r / place.num_queries;
+    i64 q = place.q_begin + r % place.num_queries;
     real* parts = layout.parts + unit * args.num_splits * layout.part_size + r * layout.row_size();
     real m = REAL_LOWEST, l = 0;
     for (i64 split = 0; split < args.num_splits; split++)
@@ -214,7 +251,8 @@ extern "C" i64 attnloom_run(const AttentionArgs* given) {
         attend_part(args, layout, worker, task);
     });
     run_tasks(args, layout.num_units, [&](i64, i64 unit) {
-        for (i64 r = 0; r < layout.num_rows; r++) combine_row(args, layout, unit, r);
+        UnitPlace place(args, layout, unit);
+        for (i64 r = 0; r < place.num_rows(); r++) combine_row(args, layout, unit, place, r);
     });
     return overflow;
 }

@@ -10,6 +10,7 @@
 #include "online_softmax.h"
 #include "pack.h"
 #include "parallel.h"
+#include "sequences.h"
 #include "tiles.h"
 
 // Packed bytes of a wave; tests make it small.
@@ -20,7 +21,8 @@
 // Values that already have the form GEMM reads are used where they are.
 INLINE bool value_in_place(const AttentionArgs& args) {
     i64 own = REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;
-    return !BF16_PAIRS && args.value.dtype == own && args.value_dim % W == 0;
+    bool whole = !args.pages || args.page_size >= TILE_N;  // a tile is one piece of memory
+    return !BF16_PAIRS && args.value.dtype == own && args.value_dim % W == 0 && whole;
 }
 
 struct ForwardLayout {
@@ -72,14 +74,21 @@ struct ForwardLayout {
     };
 };
 
-// The query head and row tile of task `t` of a kv head.
+// The query head and row tile of task `t` of a kv head: queries at positions q0 .. q0 + num_rows of
+// their sequence. Tiles lie on a grid of positions, so that none crosses a block of the mask.
 struct RowTask {
     QueryHead head;
-    i64 q0;
+    AttentionArgs here;
+    i64 q0, num_rows;
 
     RowTask(const AttentionArgs& args, const Geometry& sizes, i64 kv_head, i64 t)
         : head(query_head(args, kv_head, t / sizes.num_row_tiles)),
-          q0(t % sizes.num_row_tiles * sizes.tile_m) {}
+          here(of_sequence(args, head.b)) {
+        i64 origin = args.row_offsets ? here.q_start / sizes.tile_m * sizes.tile_m : here.q_start;
+        i64 first = origin + t % sizes.num_row_tiles * sizes.tile_m;
+        q0 = max_i64(first, here.q_start);
+        num_rows = min_i64(first + sizes.tile_m, here.q_start + here.num_queries) - q0;
+    }
 };
 
 // Marks the key tiles that some row of the wave reads, and sorts its tasks by falling work.
@@ -88,7 +97,7 @@ static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i6
     const Geometry& sizes = layout.sizes;
     i64 num_tasks = num_heads * layout.tasks_per_head;
     if (!args.row_offsets) {
-        __builtin_memset(layout.live, 1, num_heads * sizes.num_key_tiles);
+        for (i64 t = 0; t < num_heads * sizes.num_key_tiles; t++) layout.live[t] = 1;
         for (i64 t = 0; t < num_tasks; t++) layout.order[t] = (i32)t;
         return;
     }
@@ -103,7 +112,8 @@ static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i6
         for (i64 t = 0; t < num_tasks; t++) {
             i64 head = t / layout.tasks_per_head;
             RowTask task(args, sizes, first_head + head, t % layout.tasks_per_head);
-            Span steps = key_steps(args, task.head.b, task.head.h, task.q0);
+            Span steps = {0, 0};
+            if (task.num_rows > 0) steps = key_steps(args, task.head.b, task.head.h, task.q0);
             i64 work = min_i64(steps.end - steps.begin, most - 1);
             i64 bucket = (most - 1 - work) * num_buckets / most;
             if (pass == 1) {
@@ -111,10 +121,10 @@ static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i6
                 continue;
             }
             starts[bucket + 1]++;
-            if (steps.begin == previous.begin && marked_head == head) continue;
+            if (steps.begin == previous.begin && marked_head == head && !args.lengths) continue;
             previous = steps;
             marked_head = head;
-            KeyTiles tiles(args, steps.begin, steps.end);
+            KeyTiles tiles(task.here, steps.begin, steps.end);
             for (KeyTile tile; tiles.next(tile);)
                 layout.live[head * sizes.num_key_tiles + tile.index] = 1;
         }
@@ -129,20 +139,24 @@ static void pack_tile(const AttentionArgs& args, const ForwardLayout& layout, i6
     if (!layout.live[task]) return;
     i64 kv_head = first_head + task / sizes.num_key_tiles, tile = task % sizes.num_key_tiles;
     i64 b = kv_head / args.Hkv, h = kv_head % args.Hkv, k0 = tile * TILE_N;
-    i64 count = min_i64(TILE_N, args.kv_len - k0);
-    pack_transposed(Rows(args.key, b, h, k0, count, args.head_dim),
-                    layout.keys + task * layout.key_tile);
+    i64 count = min_i64(TILE_N, stored_length(args, b) - k0);
+    auto pack_keys = [&](i64 begin, i64 end, const Rows& rows) {
+        pack_transposed(rows, begin, end, layout.keys + task * layout.key_tile);
+    };
+    auto pack_values = [&](i64 begin, i64 end, const Rows& rows) {
+        pack_right(rows, begin, end, sizes.value_lanes, layout.values + task * layout.value_tile);
+    };
+    for_each_piece(args, args.key, b, h, k0, count, args.head_dim, pack_keys);
     if (layout.value_tile)
-        pack_right(Rows(args.value, b, h, k0, count, args.value_dim), TILE_N, sizes.value_lanes,
-                   layout.values + task * layout.value_tile);
+        for_each_piece(args, args.value, b, h, k0, count, args.value_dim, pack_values);
 }
 
 static void write_rows(const AttentionArgs& args, const RowGroup& group,
                        const SoftmaxState& state) {
-    i64 row = (group.b * args.Hq + group.h) * args.q_len + group.q0;
+    i64 q0 = group.q0 - args.q_start, row = (group.b * args.Hq + group.h) * args.q_len + q0;
     for (i32 i = 0; i < group.num_rows; i++) {
         real m = state.m[i], l = state.l[i];
-        store_row(row_at(args.out, group.b, group.h, group.q0 + i), args.out.dtype, args.value_dim,
+        store_row(row_at(args.out, group.b, group.h, q0 + i), args.out.dtype, args.value_dim,
                   state.acc + i * state.value_lanes, l == 0 ? (real)0 : 1 / l);
         args.lse[row + i] = row_lse(m, l);
         if (args.max_scores) args.max_scores[row + i] = row_max(m, l);
@@ -150,19 +164,21 @@ static void write_rows(const AttentionArgs& args, const RowGroup& group,
 }
 
 // One row tile of one query head against all its live key tiles.
-static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 worker,
+static void attend(const AttentionArgs& whole, const ForwardLayout& layout, i64 worker,
                    i64 first_head, i64 task) {
     const Geometry& sizes = layout.sizes;
     i64 head = task / layout.tasks_per_head, kv_head = first_head + head;
-    RowTask place(args, sizes, kv_head, task % layout.tasks_per_head);
+    RowTask place(whole, sizes, kv_head, task % layout.tasks_per_head);
+    if (place.num_rows <= 0) return;
+    const AttentionArgs& args = place.here;
     ForwardLayout::Scratch scratch(layout.scratch + worker * layout.worker_bytes, layout);
     ModArgs mods = mod_args(args, nullptr);
     RowGroup group;
     enter_head(mods, place.head.b, place.head.h, group);
-    i64 num_rows = min_i64(sizes.tile_m, args.q_len - place.q0),
-        num_panels = ceil_div(num_rows, MR);
+    i64 num_rows = place.num_rows, num_panels = ceil_div(num_rows, MR);
     enter_rows(args, mods, place.q0, num_rows, group);
-    pack_units(Rows(args.query, place.head.b, place.head.h, place.q0, num_rows, args.head_dim),
+    i64 row = place.q0 - args.q_start;
+    pack_units(Rows(args.query, place.head.b, place.head.h, row, num_rows, args.head_dim), 0,
                num_panels * MR, layout.query_row, scratch.query);
 
     real m[TILE_M], l[TILE_M];
@@ -188,7 +204,8 @@ static void attend(const AttentionArgs& args, const ForwardLayout& layout, i64 w
         softmax(mods, group, column, k0, columns, score_scale(args), state);
         Right values = {layout.values + packed * layout.value_tile, sizes.value_lanes};
         if (layout.value_tile == 0)
-            values = {(const real*)row_at(args.value, kv_head / args.Hkv, kv_head % args.Hkv, k0),
+            values = {(const real*)key_row(args, args.value, kv_head / args.Hkv,
+                                           kv_head % args.Hkv, k0),
                       args.value.stride_row};
         accumulate_values(num_panels, columns, args.kv_len - k0, values, state);
     }

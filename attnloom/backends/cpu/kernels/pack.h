@@ -93,12 +93,18 @@ struct Rows {
           dtype(t.dtype),
           size(num_elements),
           count(num_rows) {}
+    Rows(const Operand& t, const char* first, i64 num_rows, i64 num_elements)
+        : data(first),
+          bytes_between(t.stride_row * element_bytes(t.dtype)),
+          dtype(t.dtype),
+          size(num_elements),
+          count(num_rows) {}
     const char* operator[](i64 row) const { return data + row * bytes_between; }
 };
 
-// packed [num_rows][row_units], row_units a multiple of W
-NOINLINE void pack_units(const Rows& rows, i64 num_rows, i64 row_units, real* packed) {
-    for (i64 i = 0; i < num_rows; i++)
+// Rows begin .. end of packed [][row_units], row_units a multiple of W
+NOINLINE void pack_units(const Rows& rows, i64 begin, i64 end, i64 row_units, real* packed) {
+    for (i64 i = begin; i < end; i++)
         for (i64 d = 0; d < row_units; d += W)
             vf_store(packed + i * row_units + d,
                      i < rows.count ? load_units(rows[i], rows.dtype, d, rows.size) : (vf){});
@@ -114,9 +120,9 @@ INLINE v_u32 load_wide_bf16(const char* row, i64 offset, i64 size) {
     return lanes;
 }
 
-// packed [num_rows / 2][row_lanes], num_rows even, row_lanes a multiple of W
-NOINLINE void pack_right(const Rows& rows, i64 num_rows, i64 row_lanes, real* packed) {
-    for (i64 i = 0; i < num_rows; i += 2) {
+// Rows begin .. end, both even, of packed [][row_lanes], row_lanes a multiple of W
+NOINLINE void pack_right(const Rows& rows, i64 begin, i64 end, i64 row_lanes, real* packed) {
+    for (i64 i = begin; i < end; i += 2) {
         const char *even = rows[i], *odd = rows[i + 1];
         for (i64 d = 0; d < row_lanes; d += W) {
             v_u32 low = {}, high = {};
@@ -127,9 +133,9 @@ NOINLINE void pack_right(const Rows& rows, i64 num_rows, i64 row_lanes, real* pa
     }
 }
 #else
-// packed [num_rows][row_lanes], row_lanes a multiple of W
-NOINLINE void pack_right(const Rows& rows, i64 num_rows, i64 row_lanes, real* packed) {
-    pack_units(rows, num_rows, row_lanes, packed);
+// Rows begin .. end of packed [][row_lanes], row_lanes a multiple of W
+NOINLINE void pack_right(const Rows& rows, i64 begin, i64 end, i64 row_lanes, real* packed) {
+    pack_units(rows, begin, end, row_lanes, packed);
 }
 #endif
 
@@ -194,8 +200,9 @@ NOINLINE void pack_columns(const Rows& rows, i64 first, real* packed) {
     }
 }
 
-NOINLINE void pack_transposed(const Rows& rows, real* packed) {
-    for (i64 first = 0; first < TILE_N; first += W) pack_columns(rows, first, packed);
+// Columns begin .. end, whole vectors.
+NOINLINE void pack_transposed(const Rows& rows, i64 begin, i64 end, real* packed) {
+    for (i64 first = begin; first < end; first += W) pack_columns(rows, first, packed);
 }
 
 #endif

@@ -89,17 +89,20 @@ struct Span {
     i64 begin, end;
 };
 
-// Steps of the lists that query row q0 of head (b, h) reads.
+// Steps of the lists that the query at position q0 of head (b, h) reads.
 INLINE Span key_steps(const AttentionArgs& args, i64 b, i64 h, i64 q0) {
     if (!args.row_offsets) return {0, ceil_div(args.kv_len, TILE_N)};
     i64 mask_b = args.mask_batches > 1 ? b : 0, mask_h = args.mask_heads > 1 ? h : 0;
     i64 blocks = ceil_div(args.mask_q_len, args.q_block);
-    i64 row = (mask_b * args.mask_heads + mask_h) * blocks + q0 / args.q_block;
+    // Lengths that pass the mask would read beyond the lists.
+    i64 block = min_i64(q0 / args.q_block, blocks - 1);
+    i64 row = (mask_b * args.mask_heads + mask_h) * blocks + block;
     i64 parts = KeyTiles::parts_of(args);
     return {args.row_offsets[row] * parts, args.row_offsets[row + 1] * parts};
 }
 
-// Consecutive query rows of one head, with what the mods compute once a head and once a row.
+// Consecutive query rows of one head, the first at position q0, with what the mods compute once a
+// head and once a row.
 struct RowGroup {
     i64 b, h, q0;
     i32 num_rows;
