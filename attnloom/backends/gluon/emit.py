@@ -69,6 +69,34 @@ class LevelWriter(Writer):
         return f"bi.scalar({value}, {dtype})"
 
 
+class BiasWriter(LevelWriter):
+    """Writes a linear bias (score_form.py): what depends on the head, and functions of it."""
+
+    deepest = _ROW
+
+    @staticmethod
+    def level_of(axes: Axes) -> int:
+        return _ROW if axes & (Axes.Q | Axes.KV) else _HEAD
+
+    def functions(self) -> tuple[str, str, str]:
+        slope, bias = (self._name(i) for i in self.program.outputs)
+        head = self._unpack("head")
+        return (
+            self._function("head", "args, b, h", self._hoisted(_HEAD), self.head),
+            self._define("slope", "args, head, b, h", [*head, f"return {slope}"]),
+            self._define(
+                "at",
+                "args, head, b, h, q, kv",
+                [*head, *self._hoisted(_ROW), f"return {bias}"],
+            ),
+        )
+
+
+def emit_bias(program: Program, target: Target) -> str:
+    """bias_head(args, b, h), bias_slope(args, head, b, h) and bias_at(args, head, b, h, q, kv)."""
+    return gluon_module(*BiasWriter(program, "bias", target).functions())
+
+
 def emit_score(program: Program, target: Target) -> str:
     """score_head, score_row, score_column and score_body."""
     writer = LevelWriter(program, "score", target)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.configs_forward import Form, width_of
-from attnloom.backends.gluon.fragments import mask_fragment, score_fragment
+from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
+from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.device_math import LOG2_E
@@ -23,6 +25,7 @@ class ForwardSm90Config(KernelConfig):
     D, DV: head dimensions as tiles cover them. SUB: steps in a block of keys of the mask.
     HAS_TAIL: the last step reaches past KV_LEN. MAY_MASK: HAS_MASK or HAS_TAIL. NEEDS_KEYS:
         consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
+    HAS_SCORE, HAS_BIAS: the score_mod has an inner part, and a linear bias (score_form.py).
     UNSCALED: x is the raw product. BAKED: FACTOR and BASE are literals.
     OUT_IN_Q: results leave from where the queries were.
     """
@@ -42,6 +45,7 @@ class ForwardSm90Config(KernelConfig):
     SUB: int
     HAS_LISTS: bool
     HAS_SCORE: bool
+    HAS_BIAS: bool
     HAS_MASK: bool
     HAS_TAIL: bool
     MAY_MASK: bool
@@ -56,6 +60,9 @@ class ForwardSm90Config(KernelConfig):
     SCORE_ROW: JITFunction | None = None
     SCORE_COLUMN: JITFunction | None = None
     SCORE_BODY: JITFunction | None = None
+    BIAS_HEAD: JITFunction | None = None
+    BIAS_SLOPE: JITFunction | None = None
+    BIAS_AT: JITFunction | None = None
     MASK_HEAD: JITFunction | None = None
     MASK_ROW: JITFunction | None = None
     MASK_COLUMN: JITFunction | None = None
@@ -66,7 +73,7 @@ class ForwardSm90Config(KernelConfig):
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """x = factor * (q . k) goes into the score_mod, and 2**(base * result) is a weight.
+    """x = factor * (q . k) goes into the inner score_mod, and 2**(base * result) is a weight.
 
     unscaled: factor is 1. baked: they are those of nearly all calls, and compiled in.
     """
@@ -77,24 +84,32 @@ class Scales:
     baked: bool
 
 
-def scales_of(call: AttentionCall) -> Scales:
-    log2_e = float(LOG2_E.value)
+def form_of(call: AttentionCall, fixed: bool) -> ScoreForm | None:
+    """The parts of the score_mod. fixed: with the call's numbers written into it."""
+    if call.score is None:
+        return None
+    exact = call.options.exact_math
+    return score_form(constant(call.score, exact) if fixed else call.score.program, exact)
+
+
+def scales_of(call: AttentionCall, form: ScoreForm | None) -> Scales:
+    before, outer = (1.0, 1.0) if form is None else (form.before, form.outer)
+    factor, base = call.scale * before, outer * float(LOG2_E.value)
     baked = call.scale == call.query.size(3) ** -0.5
-    if call.score is None and call.scale > 0:
-        return Scales(1.0, call.scale * log2_e, True, baked)
-    return Scales(call.scale, log2_e, False, baked)
+    if (form is None or (form.inner is None and form.bias is None)) and factor > 0:
+        return Scales(1.0, factor * base, True, baked)
+    return Scales(factor, base, False, baked)
 
 
-def config_of(call: AttentionCall, form: Form, want_max_scores: bool) -> ForwardSm90Config:
+def config_of(
+    call: AttentionCall, form: Form, score: ScoreForm | None, want_max_scores: bool
+) -> ForwardSm90Config:
     query, key, value, blocks = call.query, call.key, call.value, call.blocks
-    target, scales = target_of(call), scales_of(call)
-    fragments = {}
-    if call.score is not None:
-        fragments |= score_fragment(call.score.program, target).fields("SCORE")
-    if call.mask is not None:
-        fragments |= mask_fragment(call.mask.program, target).fields("MASK")
+    scales = scales_of(call, score)
     has_tail = key.size(2) % (form.tile_n if blocks is None else blocks.kv_block) != 0
     may_mask = call.mask is not None or has_tail
+    has_score = score is not None and score.inner is not None
+    has_bias = score is not None and score.bias is not None
     return ForwardSm90Config(
         CONSUMERS=form.consumers,
         TILE_N=form.tile_n,
@@ -110,16 +125,29 @@ def config_of(call: AttentionCall, form: Form, want_max_scores: bool) -> Forward
         OPERAND=triton_type(query.dtype),
         SUB=1 if blocks is None else blocks.kv_block // form.tile_n,
         HAS_LISTS=blocks is not None,
-        HAS_SCORE=call.score is not None,
+        HAS_SCORE=has_score,
+        HAS_BIAS=has_bias,
         HAS_MASK=call.mask is not None,
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,
-        NEEDS_KEYS=may_mask or call.score is not None,
+        NEEDS_KEYS=may_mask or has_score or has_bias,
         MAY_BE_EMPTY=blocks is not None,
         WANT_MAX=want_max_scores,
         UNSCALED=scales.unscaled,
         BAKED=scales.baked,
         FACTOR=scales.factor if scales.baked else 0.0,
         BASE=scales.base if scales.baked else 0.0,
-        **fragments,
+        **_fragments(call, score),
     )
+
+
+def _fragments(call: AttentionCall, score: ScoreForm | None) -> dict[str, Any]:
+    target = target_of(call)
+    found: dict[str, Any] = {}
+    if score is not None and score.inner is not None:
+        found |= score_fragment(score.inner, target).fields("SCORE")
+    if score is not None and score.bias is not None:
+        found |= bias_fragment(score.bias, target).fields()
+    if call.mask is not None:
+        found |= mask_fragment(call.mask.program, target).fields("MASK")
+    return found

@@ -4,7 +4,8 @@ Scores are [ROWS, TILE_N] in layout L: fragments are called with QX = 1, a vecto
 SliceLayout(1, L) and one of keys SliceLayout(0, L). Glossary: forward_shared.py.
 
     x            scores in the units that exponents are taken in: weight = 2**(x * base)
-    context      (b, h, queries, score, mask), the last two (args, head, row) of their fragments
+    context      (b, h, queries, score, mask, bias), the last three of their fragments: (args, head,
+                 row), but for the bias (args, head, what it adds by key from the first of a tile)
 """
 
 from triton.experimental import gluon
@@ -45,13 +46,19 @@ def contexts(score_args, mask_args, b, h, queries, q_offset, cfg: gl.constexpr):
     """What fragments know of a head and of a consumer's queries."""
     score = (score_args, 0, 0)
     mask = (mask_args, 0, 0)
+    bias = (score_args, 0, 0)
+    if cfg.HAS_BIAS:
+        head = cfg.BIAS_HEAD(score_args, b, h)
+        steps = gl.arange(0, cfg.TILE_N, gl.SliceLayout(0, queries.type.layout.parent))
+        slope = cfg.BIAS_SLOPE(score_args, head, b, h)
+        bias = (score_args, head, steps.to(gl.float32) * slope)
     if cfg.HAS_SCORE:
         head = cfg.SCORE_HEAD(score_args, b, h)
         score = (score_args, head, cfg.SCORE_ROW(score_args, head, b, h, queries))
     if cfg.HAS_MASK:
         head = cfg.MASK_HEAD(mask_args, b, h)
         mask = (mask_args, head, cfg.MASK_ROW(mask_args, head, b, h, queries + q_offset))
-    return b, h, queries, score, mask
+    return b, h, queries, score, mask, bias
 
 
 @gluon.jit
@@ -63,7 +70,7 @@ def key_positions(tag, L: gl.constexpr, cfg: gl.constexpr):
 def columns(context, keys, cfg: gl.constexpr):
     """What the score_mod needs of a step's keys; asked for before the scores are waited for."""
     if cfg.HAS_SCORE:
-        b, h, _, score, _ = context
+        b, h, _, score, _, _ = context
         args, head, _ = score
         return cfg.SCORE_COLUMN(args, head, b, h, keys)
     else:
@@ -72,14 +79,27 @@ def columns(context, keys, cfg: gl.constexpr):
 
 @gluon.jit
 def modified(s, context, column, keys, factor, cfg: gl.constexpr):
-    """x of raw products, before the mask."""
+    """x of raw products, before the mask, less what `row_bias` adds."""
     if not cfg.UNSCALED:
         s = s * factor
+    b, h, queries, score, _, bias = context
     if cfg.HAS_SCORE:
-        b, h, queries, score, _ = context
         args, head, row = score
         s = cfg.SCORE_BODY(args, head, row, column, b, h, queries, keys, s, 1)
+    if cfg.HAS_BIAS:
+        s = s + bias[2][None, :]
     return s
+
+
+@gluon.jit
+def row_bias(context, tag, cfg: gl.constexpr):
+    """What is added to x by query: the linear bias at the first key of the tile."""
+    if cfg.HAS_BIAS:
+        b, h, queries, _, _, bias = context
+        args, head, _ = bias
+        return cfg.BIAS_AT(args, head, b, h, queries, (tag >> 1) * cfg.TILE_N)
+    else:
+        return 0.0
 
 
 @gluon.jit
@@ -88,7 +108,7 @@ def masked(s, context, keys, q_offset, kv_offset, kv_len, cfg: gl.constexpr):
     if cfg.HAS_TAIL:
         s = gl.where((keys < kv_len)[None, :], s, float("-inf"))
     if cfg.HAS_MASK:
-        b, h, queries, _, mask = context
+        b, h, queries, _, mask, _ = context
         args, head, row = mask
         q, kv = queries + q_offset, keys + kv_offset
         column = cfg.MASK_COLUMN(args, head, b, h, kv)
@@ -97,16 +117,20 @@ def masked(s, context, keys, q_offset, kv_offset, kv_len, cfg: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(s, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
-    """(weights, m_i, l_i, what earlier weights are multiplied by)."""
-    m_new = gl.maximum(m_i, row_max(s, L))
+def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
+    """(weights, m_i, l_i, what earlier weights are multiplied by). bias: see row_bias."""
+    highest = row_max(s, L)
+    if cfg.HAS_BIAS:
+        highest = highest + bias
+    m_new = gl.maximum(m_i, highest)
     top = m_new
     if cfg.MAY_MASK or cfg.HAS_SCORE:
         # a row without a key so far would give exp2(-inf + inf)
         top = gl.where(m_new == float("-inf"), 0.0, m_new)
-    top = top * base
-    alpha = exp2_fast(m_i * base - top)
-    p = exp2_fast(s * base - top[:, None])
+    alpha = exp2_fast((m_i - top) * base)
+    if cfg.HAS_BIAS:
+        top = top - bias
+    p = exp2_fast(s * base - (top * base)[:, None])
     return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
 

@@ -36,6 +36,7 @@ from attnloom.backends.gluon.forward_math import (
     masked,
     modified,
     rescaled,
+    row_bias,
     softmax_step,
 )
 from attnloom.backends.gluon.forward_shared import (
@@ -76,11 +77,12 @@ def _weights(s, prepared, context, state, at, L: gl.constexpr, cfg: gl.constexpr
     """The softmax of a step: (p, m_i, l_i, alpha). at: see `consume`."""
     tag, keys, column = prepared
     q_offset, kv_offset, kv_len, factor, base = at
+    bias = row_bias(context, tag, cfg)
     s = modified(s, context, column, keys, factor, cfg)
     if cfg.MAY_MASK:
         if (tag & 1) != 0:
             s = masked(s, context, keys, q_offset, kv_offset, kv_len, cfg)
-    return softmax_step(s, state[0], state[1], base, L, cfg)
+    return softmax_step(s, bias, state[0], state[1], base, L, cfg)
 
 
 @gluon.jit

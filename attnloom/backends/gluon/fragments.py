@@ -54,6 +54,29 @@ def score_fragment(program: Program, target: Target) -> Fragment:
     return _fragment("score", emit.emit_score(program, target))
 
 
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """A bias that is linear in the positions, see score_form.py.
+
+    head(args, b, h) -> tuple; slope(args, head, b, h) -> what it grows by from key to key, a scalar;
+    at(args, head, b, h, q, kv) -> its values, of a vector of queries and one key in the forward.
+    """
+
+    head: JITFunction
+    slope: JITFunction
+    at: JITFunction
+
+    def fields(self) -> dict[str, Any]:
+        """Fields BIAS_HEAD, BIAS_SLOPE and BIAS_AT of a kernel's configuration."""
+        return {"BIAS_HEAD": self.head, "BIAS_SLOPE": self.slope, "BIAS_AT": self.at}
+
+
+@functools.lru_cache(maxsize=1024)
+def bias_fragment(program: Program, target: Target) -> Bias:
+    module = load_module(emit.emit_bias(program, target))
+    return Bias(module.bias_head, module.bias_slope, module.bias_at)
+
+
 @functools.lru_cache(maxsize=1024)
 def mask_fragment(program: Program, target: Target) -> Fragment:
     return _fragment("mask", emit.emit_mask(program, target))

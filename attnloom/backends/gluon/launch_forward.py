@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 from attnloom.backends.gluon import configs_forward
 from attnloom.backends.gluon.configs_forward import ROWS, Form, width_of
 from attnloom.backends.gluon.descriptors import Blank
-from attnloom.backends.gluon.fields_forward import Scales, config_of, scales_of
+from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
@@ -44,6 +44,7 @@ class _Ready:
 
 
 _ready: dict[tuple[object, ...], _Ready] = {}
+_first_numbers: dict[str, str] = {}
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
@@ -78,24 +79,35 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     """Run the forward kernel on tensors that TMA can read; none is empty."""
     tensors = Tensors.of(call, want_max_scores)
     assert takes_descriptor(tensors.out)
-    key = launch_key(call, tensors)
+    fixed = _has_first_numbers(call)
+    key = (fixed, call.scale, *launch_key(call, tensors))
     ready = _ready.get(key)
     if ready is None:
         if len(_ready) >= _READY_LIMIT:
             _ready.clear()
-        _ready[key] = _choose(call, tensors)
+        _ready[key] = _choose(call, tensors, fixed)
     else:
         _launch(ready, call, tensors)
     return tensors.result()
 
 
-def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
+def _has_first_numbers(call: AttentionCall) -> bool:
+    """Whether the score_mod's numbers are those that it was first called with. A kernel is compiled
+    for these, and one more for all others."""
+    if call.score is None or not call.score.numbers:
+        return True
+    # text tells 0.0 from -0.0, and finds NaN equal to itself
+    numbers = repr(call.score.numbers)
+    return _first_numbers.setdefault(call.score.program.digest, numbers) == numbers
+
+
+def _choose(call: AttentionCall, tensors: Tensors, fixed: bool) -> _Ready:
     """Launch with the first form that fits the device and keeps all values in registers; else with
     the one that comes closest."""
     best: _Ready | None = None
     refused: OutOfResources | None = None
     for form in _forms(call):
-        ready = prepare(call, tensors, form)
+        ready = prepare(call, tensors, form, fixed)
         try:
             _launch(ready, call, tensors)
         except OutOfResources as error:
@@ -144,7 +156,8 @@ def _counter(device: torch.device) -> torch.Tensor:
     return found
 
 
-def prepare(call: AttentionCall, tensors: Tensors, form: Form) -> _Ready:
+def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _Ready:
+    """A launch of this form; fixed: see `_has_first_numbers`."""
     query, key, blocks = tensors.query, tensors.key, call.blocks
     batch, heads, q_len, head_dim = query.shape
     kv_len, value_dim = key.size(2), tensors.value.size(3)
@@ -168,7 +181,8 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form) -> _Ready:
         0 if key.size(0) == 1 else 1,
         overhang,
     )
-    config = config_of(call, form, tensors.max_scores is not None)
+    score = form_of(call, fixed)
+    config = config_of(call, form, score, tensors.max_scores is not None)
     grid = min(device.num_processors, num_tiles * batch * heads)
     blanks = (
         Blank.of(query, ROWS, width_of(head_dim)),
@@ -177,7 +191,7 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form) -> _Ready:
         Blank.of(tensors.out, ROWS, width_of(value_dim)),
     )
     launcher = Launcher(forward_kernel, config, grid, {"num_warps": 4})
-    return _Ready(launcher, form, blanks, scales_of(call), pack_ints(shape))
+    return _Ready(launcher, form, blanks, scales_of(call, score), pack_ints(shape))
 
 
 def _forms(call: AttentionCall) -> tuple[Form, ...]:
