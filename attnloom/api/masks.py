@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 
 import torch
 
+from attnloom.backends import mask_builders
 from attnloom.block_mask import BlockMask
 from attnloom.errors import ModError, OptionError, ShapeError
 from attnloom.ir.node import DType
@@ -22,6 +24,8 @@ from attnloom.trace.tracer import trace_score
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
 Mod = Callable[..., torch.Tensor]
+
+mask_builders.register()
 
 
 @outside_graph
@@ -202,20 +206,29 @@ def _num_arguments(mod: Mod) -> int:
         raise ModError(
             f"{shown(mod)} is not callable; a mask_mod is a function of (b, h, q_idx, kv_idx)."
         )
-    try:
-        parameters = inspect.signature(mod).parameters.values()
-    except ValueError as error:
-        raise ModError(f"{_name(mod)} has no signature to read; wrap it in a function.") from error
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    count = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        count = 4
+    count = _count_parameters(mod)
     if count not in (4, 5):
         raise ModError(
             f"{_name(mod)} takes {count} arguments; a mask_mod takes 4, (b, h, q_idx, kv_idx), and "
             "a score_mod 5, (score, b, h, q_idx, kv_idx)."
         )
     return count
+
+
+def _count_parameters(mod: Mod) -> int:
+    """Positional parameters without defaults; 4 where there are any number of them."""
+    if type(mod) is FunctionType and not vars(mod):  # inspect.signature takes a while
+        code = mod.__code__
+        takes_any = code.co_flags & inspect.CO_VARARGS
+        return 4 if takes_any else code.co_argcount - len(mod.__defaults__ or ())
+    try:
+        parameters = inspect.signature(mod).parameters.values()
+    except ValueError as error:
+        raise ModError(f"{_name(mod)} has no signature to read; wrap it in a function.") from error
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return 4
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
 
 
 def _name(mod: object) -> str:

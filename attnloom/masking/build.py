@@ -1,13 +1,31 @@
-"""From a mask_mod to block lists: trace, then classify."""
+"""From a mask_mod to block lists: trace, then classify.
+
+Classification is written in torch operators (`classify`) and runs on every device. A backend that
+does the same in kernels of its own registers a builder for its type of device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from attnloom.ir.node import BoundProgram
 from attnloom.masking.classify import classify
 from attnloom.masking.lists import BlockLists, TileGrid
 from attnloom.masking.views import MaskMod
 from attnloom.trace.tracer import trace_mask
+
+# (mask program, grid, device, separate_full) -> what `classify` returns, or None for grids that are
+# not the builder's.
+Builder = Callable[[BoundProgram, TileGrid, torch.device, bool], BlockLists | None]
+
+_builders: dict[str, Builder] = {}
+
+
+def register_builder(device_type: str, builder: Builder) -> None:
+    """Let a builder have the masks on devices of a type."""
+    _builders[device_type] = builder
 
 
 def build_lists(
@@ -19,4 +37,10 @@ def build_lists(
         TraceError: mask_mod cannot be traced.
     """
     with torch.no_grad():
-        return classify(trace_mask(mask_mod, device), grid, device, separate_full)
+        bound = trace_mask(mask_mod, device)
+        builder = _builders.get(device.type)
+        if builder is not None:
+            found = builder(bound, grid, device, separate_full)
+            if found is not None:
+                return found
+        return classify(bound, grid, device, separate_full)

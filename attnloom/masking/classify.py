@@ -38,12 +38,7 @@ def classify(
             which all lists are equal, are stored once.
         separate_full: False lists full tiles as partial.
     """
-    axes = bound.program.axes[bound.program.outputs[0]]
-    grid = replace(
-        grid,
-        num_batches=grid.num_batches if axes & Axes.B else min(grid.num_batches, 1),
-        num_heads=grid.num_heads if axes & Axes.H else min(grid.num_heads, 1),
-    )
+    grid = looked_at(bound, grid)
     search = _Search(bound, grid, device)
     if grid.num_rows and grid.num_kv_blocks:
         search.run()
@@ -51,6 +46,18 @@ def classify(
     if not separate_full:
         runs = replace(runs, partial=torch.ones_like(runs.partial))
     return share_equal(lists_from_runs(grid, runs))
+
+
+def looked_at(bound: BoundProgram, grid: TileGrid) -> TileGrid:
+    """The grid with one batch entry or head where the mask program does not ask for it."""
+    if grid.num_batches <= 1 and grid.num_heads <= 1:
+        return grid
+    axes = bound.program.axes[bound.program.outputs[0]]
+    return replace(
+        grid,
+        num_batches=grid.num_batches if axes & Axes.B else min(grid.num_batches, 1),
+        num_heads=grid.num_heads if axes & Axes.H else min(grid.num_heads, 1),
+    )
 
 
 class _Search:

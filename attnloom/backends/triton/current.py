@@ -1,0 +1,14 @@
+"""The device that Triton launches on."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
