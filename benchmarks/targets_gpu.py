@@ -78,4 +78,11 @@ GPU_TARGETS = (
         "decode, cases won over every peer",
         _rows_won, 2.0, "cases", "decode", True, None, PEERS, suites=("decode",),
     ),
+    Target(
+        "BlockMask of 131,072 tokens, eager call",
+        largest, 1.0, "ms", "build", case="s131072", suites=("gpu-mask",),
+    ),
+    Target(
+        "peak memory of it", largest, 64.0, "MiB", "memory", case="s131072", suites=("gpu-mask",),
+    ),
 )  # fmt: skip

@@ -48,10 +48,11 @@ def alternate(runs: Mapping[str, Callable[[], object]], budget_s: float) -> dict
                 start = time.perf_counter()
                 run()
                 times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: _summarise(values) for name, values in times.items()}
+    return {name: summarise(values) for name, values in times.items()}
 
 
-def _summarise(values: list[float]) -> Sample:
+def summarise(values: list[float]) -> Sample:
+    """Of milliseconds in any order."""
     ordered = sorted(values)
 
     def at(share: float) -> float:
