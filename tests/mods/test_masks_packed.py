@@ -8,7 +8,7 @@ import torch
 
 from attnloom import mods
 from attnloom.errors import ModError
-from tests.mods.dense import Sizes, check_mask
+from tests.mods.dense import BOTH, Sizes, check_mask
 
 CU = [0, 13, 13, 14, 33, 40]  # an empty document, and one of a single token
 
@@ -160,10 +160,25 @@ CASES |= {
 }
 
 
+ON_KERNELS = {
+    "prefix",
+    "prefixes",
+    "tutorial prefix",
+    "cu_seqlens",
+    "interleaved ids",
+    "shared prefix",
+    "right padding",
+    "left padding",
+    "key padding",
+    "flamingo",
+    "block diffusion 19, 5",
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_mask(name: str) -> None:
     make, keeps, sizes = CASES[name]
-    check_mask(make(), keeps, sizes)
+    check_mask(make(), keeps, sizes, *(BOTH if name in ON_KERNELS else ("tiled",)))
 
 
 TREES = [[-1, 0, 0, 1, 1, 2, -1, 6, 3], [-1] * 9]
@@ -211,7 +226,7 @@ def test_bits_of_any_word(dtype: torch.dtype) -> None:
     spare = -packed.shape[1] % dtype.itemsize
     words = torch.from_numpy(np.pad(packed, ((0, 0), (0, spare)))).view(dtype)
     listed = allowed.tolist()
-    backends = ("cpu", "tiled") if dtype in (torch.uint8, torch.int64) else ("tiled",)
+    backends = BOTH if dtype is torch.int64 else ("tiled",)
     check_mask(
         mods.token_tree_from_bits(words),
         lambda b, h, q, k: listed[q][k],
