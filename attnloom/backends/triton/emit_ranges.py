@@ -209,10 +209,10 @@ def _number(writer: _Ranges, i: int) -> str:
     node = writer.program.nodes[i]
     at = number_index(writer.program, int(node.attr))  # type: ignore[call-overload]
     if not node.dtype.is_float:
-        value = f"dm.whole(args, {at})"
+        value = f"tl.full(kv0.shape, dm.whole(args, {at}), tl.int64)"
         return f"iv.integer({value}, {value}, False, -iv.WIDEST, iv.WIDEST)"
-    value = f"tl.cast(args[{at}], tl.float64)"
-    value = value if node.dtype is DType.F32 else f"dm.double(args, {at})"
+    number = f"args[{at}]" if node.dtype is DType.F32 else f"dm.double(args, {at})"
+    value = f"tl.full(kv0.shape, {number}, tl.float64)"
     return f"iv.spread({value}, {value}, False)"
 
 

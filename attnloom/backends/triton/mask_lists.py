@@ -176,7 +176,7 @@ def _prepare(bound: BoundProgram, grid: TileGrid, target: Target) -> _Ready:
     return _Ready(
         Launcher(summary_kernel, config, units * blocks, warps) if blocks else None,
         Launcher(code_kernel, config, grid.num_rows * num_chunks, {"num_warps": 4}),
-        None if is_mixed else Launcher(settle_kernel, config, settlers, {"num_warps": 4}),
+        None if is_mixed else Launcher(settle_kernel, config, settlers, {"num_warps": 1}),
         (len(sides.rows), len(sides.columns)),
         num_chunks,
         chunk,

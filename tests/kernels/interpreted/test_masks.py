@@ -18,6 +18,13 @@ from tests.masks.test_fuzz import tree
 SMALL = Sizes(1, 2, 30, 90)
 
 
+def mostly_slow(items, share: int) -> list:
+    """Parameters of a test, of which one in `share` runs every time."""
+    return [
+        pytest.param(x, marks=[pytest.mark.slow] if i % share else []) for i, x in enumerate(items)
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch) -> None:
     """Interpreted programs cost milliseconds each; with few of them loops run more than once."""
@@ -26,18 +33,18 @@ def _few_programs(monkeypatch) -> None:
     mask_lists._ready.clear()
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", mostly_slow(RULES, 3))
 def test_rules(name: str) -> None:
     check_lists(RULES[name], grid_of(SMALL, 16), CPU)
 
 
-@pytest.mark.parametrize("make", MODS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("make", mostly_slow(MODS, 3), ids=lambda m: m.__name__)
 def test_usual_masks(make) -> None:
     s = Sizes(2, 2, 50, 33)
     check_lists(make(s), grid_of(s, (32, 16)), CPU)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", mostly_slow(range(8), 4))
 def test_random_masks(seed: int) -> None:
     draw = random.Random(seed)
     s = Sizes(draw.randint(1, 2), draw.randint(1, 2), draw.randint(1, 70), draw.randint(1, 70))
@@ -68,13 +75,13 @@ def test_without_separate_full_blocks() -> None:
 
 def test_stored_once_where_lists_are_equal() -> None:
     """By head, by batch entry, by both, by none."""
-    same, differs = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 20])
-    grid = TileGrid(3, 3, 40, 33, 16, 16)
+    same, differs = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 20])
+    grid = TileGrid(2, 2, 20, 33, 16, 16)
     for by_b, by_h, kept in (
-        (differs, same, (3, 1)),
-        (same, differs, (1, 3)),
+        (differs, same, (2, 1)),
+        (same, differs, (1, 2)),
         (same, same, (1, 1)),
-        (differs, differs, (3, 3)),
+        (differs, differs, (2, 2)),
     ):
         mod = lambda b, h, q, kv, by_b=by_b, by_h=by_h: q + by_h[h] >= kv + by_b[b]
         found = check_lists(mod, grid, CPU)
