@@ -22,8 +22,10 @@ Mod = Callable[..., Any]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    """The same numbers on whatever torch's default device is."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def qkv(
@@ -65,7 +67,7 @@ def agrees(
     """
     if block_mask is None and mask_mod is not None:
         sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        block_mask = attnloom.create_block_mask(mask_mod, *sizes, device="cpu")
+        block_mask = attnloom.create_block_mask(mask_mod, *sizes, device=q.device)
     out, aux = attnloom.flex_attention(
         q, k, v, score_mod, block_mask, return_aux=attnloom.AuxRequest(lse=True),
         enable_gqa=q.shape[1] != k.shape[1], **options,

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnloom.backends.triton import configs
+from attnloom.backends.triton.launcher import OPTIONS
 
 # name -> (target, shared memory a block may use, device as configs.py sees it)
 TARGETS = {
@@ -80,7 +81,7 @@ def compile_for(name: str, kernel: Any, arguments: tuple[Any, ...], options: dic
     signature[names[-1]] = "constexpr"
     attrs = {path: [["tt.divisibility", 16]] for path in _pointers(arguments)}
     source = ASTSource(kernel, signature, {(len(names) - 1,): arguments[-1]}, attrs)
-    compiled = triton.compile(source, target=target, options=options)
+    compiled = triton.compile(source, target=target, options=OPTIONS | options)
     shared = compiled.metadata.shared
     if target.backend != "cuda":
         return Compiled(shared, None, None, compiled.asm["amdgcn"])

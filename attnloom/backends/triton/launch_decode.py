@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
@@ -17,6 +16,7 @@ from attnloom.backends.triton.arguments import (
     blank_descriptors,
     steps,
 )
+from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.decode import combine_kernel, decode_kernel
 from attnloom.backends.triton.fields import (
     ForwardConfig,
@@ -29,7 +29,7 @@ from attnloom.backends.triton.fields import (
     tma_widths,
 )
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
-from attnloom.backends.triton.lists import group_lists
+from attnloom.backends.triton.lists import covering, group_lists
 from attnloom.backends.triton.packed import pack_double, pack_ints
 
 MAX_ROWS = 64  # query heads of a group times queries that count as decode
@@ -82,26 +82,13 @@ def decode(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
 
 
 def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
-    """Launch with the first tiles that the device takes and that keep all values in registers; of
-    the first few, the ones that come closest."""
-    best: _Ready | None = None
-    refused: OutOfResources | None = None
-    num_tried = 0
-    for tile in _tiles(call):
-        ready = _prepare(call, tensors, tile)
-        try:
-            _launch(ready, call, tensors)
-        except OutOfResources as error:
-            refused = error
-            continue
-        num_tried += 1
-        if best is None or ready.launch.spills < best.launch.spills:
-            best = ready
-        if best.launch.spills <= configs.FEW_SPILLS or num_tried == num_tries(call):
-            break
-    if best is None:
-        raise refused or AssertionError("no tiles")
-    return best
+    return choose(
+        _tiles(call),
+        lambda tile: _prepare(call, tensors, tile),
+        lambda ready: _launch(ready, call, tensors),
+        configs.FEW_SPILLS,
+        num_tries(call),
+    )
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
@@ -201,7 +188,7 @@ def _num_splits(num_programs: int, num_tiles: int, slots: int) -> int:
 
 def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
     query, key, value, blocks = call.query, call.key, call.value, call.blocks
-    limit_n = max(16, 1 << (key.size(2) - 1).bit_length())
+    limit_n = covering(key.size(2))
     if blocks is not None:
         limit_n = min(limit_n, blocks.kv_block)
     num_rows = query.size(1) // key.size(1) * query.size(2)
@@ -209,7 +196,7 @@ def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
         width=max(sum(configs.chunks(query.size(3))), sum(configs.chunks(value.size(3)))),
         itemsize=operand_type(query.dtype, key.dtype, value.dtype).itemsize,
         by_fused_adds=num_tries(call) == 1,
-        max_m=max(16, triton.next_power_of_2(num_rows)),
+        max_m=16 if num_rows <= 16 else MAX_ROWS,
         max_n=limit_n,
         num_rows=query.size(0) * query.size(1) * query.size(2),
     )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triton.runtime.errors import OutOfResources
-
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import (
@@ -19,6 +17,7 @@ from attnloom.backends.triton.arguments import (
     blank_descriptors,
     steps,
 )
+from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
@@ -70,26 +69,13 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
 
 
 def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
-    """Launch with the first tiles that the device takes and that keep all values in registers; of
-    the first few, the ones that come closest."""
-    best: _Ready | None = None
-    refused: OutOfResources | None = None
-    num_tried = 0
-    for tile in _tiles(call):
-        ready = _prepare(call, tensors, tile)
-        try:
-            _launch(ready, call, tensors)
-        except OutOfResources as error:
-            refused = error
-            continue
-        num_tried += 1
-        if best is None or ready.launch.spills < best.launch.spills:
-            best = ready
-        if best.launch.spills <= configs.FEW_SPILLS or num_tried == num_tries(call):
-            break
-    if best is None:
-        raise refused or AssertionError("no tiles")
-    return best
+    return choose(
+        _tiles(call),
+        lambda tile: _prepare(call, tensors, tile),
+        lambda ready: _launch(ready, call, tensors),
+        configs.FEW_SPILLS,
+        num_tries(call),
+    )
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:

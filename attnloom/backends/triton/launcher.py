@@ -7,6 +7,7 @@ remembered by), so that the compiled kernel is started with the arguments as the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from triton import knobs
@@ -14,8 +15,11 @@ from triton.runtime import driver
 
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import INTERPRETED, KernelConfig
+from attnloom.stats import count
 
 _ALIGNMENT = 16
+# Said aloud, since Triton 3.10 stops fusing multiplications and additions by itself.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 class Launcher:
@@ -46,7 +50,7 @@ class Launcher:
         """
         compiled = self._compiled
         if compiled is None or not aligned:
-            compiled = self.kernel[(self.grid,)](*args, self.config, **self.options)
+            compiled = self.kernel[(self.grid,)](*args, self.config, **OPTIONS, **self.options)
             if not INTERPRETED:
                 self.spills = compiled.n_spills
                 self._compiled = compiled if aligned else None
@@ -75,3 +79,21 @@ def addresses_aligned(call: AttentionCall) -> bool:
                 if tensor.data_ptr() % _ALIGNMENT:
                     return False
     return True
+
+
+def _counting(earlier: Callable[..., None] | None) -> Callable[..., None]:
+    """A compilation listener that counts our kernels for `attnloom.compile_stats`."""
+
+    def listener(*, src: Any, cache_hit: bool, **others: Any) -> None:
+        kernel = getattr(getattr(src, "fn", None), "fn", None)
+        if getattr(kernel, "__module__", "").startswith("attnloom."):
+            count("kernels_loaded")
+            if not cache_hit:
+                count("kernels_compiled")
+        if earlier is not None:
+            earlier(src=src, cache_hit=cache_hit, **others)
+
+    return listener
+
+
+knobs.compilation.listener = _counting(knobs.compilation.listener)

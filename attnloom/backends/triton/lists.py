@@ -12,40 +12,11 @@ from typing import Any
 
 import torch
 
+from attnloom.backends.triton import configs
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
 
-
-@dataclass(frozen=True, slots=True)
-class TileLists:
-    """Partial and full blocks apart, and the order in which row tiles start.
-
-    partial_offsets, full_offsets: [rows + 1] int32 (int64 past 2**31 entries).
-    partial_blocks, full_blocks: int32 key blocks, ascending in a row. A block that overhangs
-    kv_len is
-        filed as partial, so that kernels mask out-of-range keys in partial blocks only.
-    order: [units, tiles] int32, row tiles by falling number of live blocks; a unit is one (b, h)
-    of the mask. step_b, step_h: unit = b * step_b + h * step_h. num_q_blocks: rows a unit.
-    """
-
-    partial_offsets: torch.Tensor
-    partial_blocks: torch.Tensor
-    full_offsets: torch.Tensor
-    full_blocks: torch.Tensor
-    order: torch.Tensor
-    step_b: int
-    step_h: int
-    num_q_blocks: int
-
-    def as_argument(self) -> tuple[torch.Tensor | float, ...]:
-        return (
-            self.partial_offsets,
-            self.partial_blocks,
-            self.full_offsets,
-            self.full_blocks,
-            self.order,
-            *pack_ints((self.step_b, self.step_h, self.num_q_blocks)),
-        )
+_SHORT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +46,23 @@ class GroupLists:
     steps: tuple[float, ...]
 
 
-def fitted(blocks: BlockLists) -> BlockLists:
-    """The same lists with blocks that overhang a length by less than the length itself: what lies
-    beyond is computed for nothing. A block so large is the only one, so that entries stay."""
-    q_block, kv_block = blocks.q_block, blocks.kv_block
-    if q_block < 2 * blocks.q_len and kv_block < 2 * blocks.kv_len:
-        return blocks
-    return replace(
-        blocks,
-        q_block=min(q_block, covering(blocks.q_len)),
-        kv_block=min(kv_block, covering(blocks.kv_len)),
-    )
-
-
 def covering(length: int) -> int:
-    """The smallest tile side that covers a length."""
-    return max(16, 1 << (length - 1).bit_length())
+    """The largest tile side that a length has a use for: one of two, so that lengths compile a
+    kernel once more at most."""
+    return _SHORT if length <= _SHORT else configs.MAX_TILE
+
+
+def fitted(blocks: BlockLists) -> BlockLists:
+    """The same lists with no larger blocks than a short length has a use for: what lies beyond is
+    computed for nothing. It has but one block, so that entries stay."""
+    q_block = min(blocks.q_block, _SHORT) if blocks.q_len <= _SHORT else blocks.q_block
+    kv_block = min(blocks.kv_block, _SHORT) if blocks.kv_len <= _SHORT else blocks.kv_block
+    if (q_block, kv_block) == (blocks.q_block, blocks.kv_block):
+        return blocks
+    return replace(blocks, q_block=q_block, kv_block=kv_block)
 
 
 _cache: dict[tuple[object, ...], Any] = {}
-
-
-def tile_lists(blocks: BlockLists, tile_m: int) -> TileLists:
-    """TileLists of a mask for row tiles of tile_m queries; computed once a mask and tile size."""
-    return _remembered(_derive, blocks, tile_m)
 
 
 def work_lists(blocks: BlockLists, tile_m: int) -> WorkLists:
@@ -111,13 +75,21 @@ def group_lists(blocks: BlockLists, group: int) -> GroupLists:
     return _remembered(_derive_groups, blocks, group)
 
 
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether work on a tensor is being recorded into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _remembered(derive: Callable[[BlockLists, int], Any], blocks: BlockLists, size: int) -> Any:
     # Parts of a mask may share one of the two tensors, so that both make the key.
     tensors = (blocks.row_offsets, blocks.entries)
     key = (derive, id(tensors[0]), id(tensors[1]), size, blocks.q_len, blocks.kv_len)
     found = _cache.get(key)
     if found is None:
-        found = _cache[key] = derive(blocks, size)
+        found = derive(blocks, size)
+        if is_capturing(tensors[0]):
+            return found  # its memory belongs to a graph, which fills it at replay
+        _cache[key] = found
         for tensor in tensors:
             weakref.finalize(tensor, _cache.pop, key, None)
     return found
@@ -159,25 +131,6 @@ def _steps(blocks: BlockLists) -> tuple[int, int]:
     return (
         blocks.num_heads if blocks.num_batches > 1 else 0,
         1 if blocks.num_heads > 1 else 0,
-    )
-
-
-def _derive(blocks: BlockLists, tile_m: int) -> TileLists:
-    kv_block_of = blocks.entries >> 1
-    partial = (blocks.entries & 1).bool()
-    if blocks.kv_len % blocks.kv_block:
-        partial = partial | (kv_block_of == blocks.kv_len // blocks.kv_block)
-    partial_offsets, partial_blocks = _select(kv_block_of, partial, blocks.row_offsets)
-    full_offsets, full_blocks = _select(kv_block_of, ~partial, blocks.row_offsets)
-    num_q_blocks = -(-blocks.q_len // blocks.q_block)
-    return TileLists(
-        partial_offsets,
-        partial_blocks,
-        full_offsets,
-        full_blocks,
-        _order(blocks, tile_m, num_q_blocks),
-        *_steps(blocks),
-        num_q_blocks,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnloom.backends.triton.lists import is_capturing
 from attnloom.block_mask import BlockLists
 
 
@@ -29,7 +30,10 @@ def transposed_lists(blocks: BlockLists) -> TransposedLists:
     key = (id(tensors[0]), id(tensors[1]), blocks.q_len, blocks.kv_len, blocks.q_block)
     found = _cache.get(key)
     if found is None:
-        found = _cache[key] = _transpose(blocks)
+        found = _transpose(blocks)
+        if is_capturing(tensors[0]):
+            return found  # its memory belongs to a graph, which fills it at replay
+        _cache[key] = found
         for tensor in tensors:
             weakref.finalize(tensor, _cache.pop, key, None)
     return found
