@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import accuracy, fresh, gpu
+from benchmarks import accuracy, fresh, gallery, gpu, gpu_masks
 from benchmarks.cases import Case, decode_cases, prefill_cases
 from benchmarks.contenders import CONTENDERS, Attention, density
 from benchmarks.rows import Row
@@ -59,7 +59,11 @@ def compile_suite(selection: Selection) -> Iterator[Row]:
 
 
 def mask_suite(selection: Selection) -> Iterator[Row]:
-    """create_block_mask at block size 128, each in a process of its own."""
+    """create_block_mask at block size 128: on a CUDA device where there is one, else on the CPU,
+    each in a process of its own."""
+    if torch.cuda.is_available():
+        yield from gpu_masks.gpu_mask_suite(selection.keeps)
+        return
     builds = [(kind, 2**20, ()) for kind in ("window1024", "documents1000", "causal")]
     builds += [(kind, size, ("torch",)) for size in (4096, 16384) for kind in fresh.MASKS]
     with tempfile.TemporaryDirectory() as cache:
@@ -86,6 +90,7 @@ SUITES: dict[str, Callable[[Selection], Iterator[Row]]] = {
     "errors": lambda selection: accuracy.errors_suite(
         selection.ours, selection.peers, selection.dtypes, selection.keeps
     ),
+    "gallery": lambda selection: gallery.gallery_suite(selection.keeps, selection.budget_s),
     "gpu": lambda selection: gpu.gpu_suite(selection.keeps, selection.gpu_peers),
     "decode": lambda selection: gpu.decode_suite(selection.keeps, selection.gpu_peers),
     "scaling": lambda selection: gpu.scaling_suite(selection.keeps, selection.gpu_peers),

@@ -1,4 +1,5 @@
-"""What mkdocs runs on every page: `<!-- docstring: NAME -->` becomes the docs of attnloom.NAME.
+"""What mkdocs runs on every page: `<!-- docstring: NAME -->` becomes the docs of attnloom.NAME,
+where NAME may be that of a module's function: `plots.plot_mask`, `mods.alibi`.
 
 Docstrings have the project's sections (Args, Returns, Raises, Source, Attributes); a class is
 followed by its public methods.
@@ -6,15 +7,14 @@ followed by its public methods.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import typing
 from collections.abc import Callable
 from typing import Any
 
-import attnloom
-
-_MARKER = re.compile(r"^<!-- docstring: (\w+) -->$", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- docstring: ([\w.]+) -->$", re.MULTILINE)
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Source): *(.*)$")
 _PLAIN = ("Returns", "Source")
 _NAMES = re.compile(r"^\w+(, \w+)*,$")
@@ -31,8 +31,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def document(name: str) -> str:
-    """Markdown for one public name of attnloom: signature, docstring, methods of a class."""
-    value = getattr(attnloom, name)
+    """Markdown for one public name of attnloom: signature, docstring, methods of a class.
+
+    name: from attnloom on, `flex_attention` or `plots.plot_mask`.
+    """
+    *modules, name = name.split(".")
+    owner = importlib.import_module(".".join(("attnloom", *modules)))
+    value = getattr(owner, name)
     if not inspect.isclass(value):
         return _callable_text(name, value)
     parts = [_callable_text(name, value) if _has_signature(value) else render(value)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import attnloom
+from attnloom import plots
 from tests.docs.blocks import DOCUMENTS, ROOT, blocks_of, run
 
 WITH_CODE = [d for d in DOCUMENTS if any(b.runs for b in blocks_of(d.read_text()))]
@@ -29,12 +30,13 @@ def test_python_is_marked_as_python(document: Path) -> None:
     assert languages <= {"python", "text", "sh", ""}
 
 
-@pytest.mark.parametrize("name", attnloom.__all__)
-def test_every_public_name_has_a_page_with_an_example(name: str) -> None:
+@pytest.mark.parametrize("path", [*attnloom.__all__, *(f"plots.{n}" for n in plots.__all__)])
+def test_every_public_name_has_a_page_with_an_example(path: str) -> None:
+    name = path.rpartition(".")[2]
     page = ROOT / "docs" / "api" / f"{name}.md"
     assert page.is_file(), f"write {_name(page)}, with an example, and list it in mkdocs.yml"
     text = page.read_text()
-    assert f"<!-- docstring: {name} -->" in text
+    assert f"<!-- docstring: {path} -->" in text
     examples = [b for b in blocks_of(text) if b.runs]
     assert any(re.search(rf"\b{name}\b", b.text) for b in examples)
 
