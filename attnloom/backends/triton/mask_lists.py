@@ -123,9 +123,9 @@ def _takes(grid: TileGrid) -> bool:
 
 
 def _sides(grid: TileGrid) -> tuple[int, int]:
-    """Sides of a tile; of one that overhangs, no more than covers the length."""
+    """Sides of a tile; of a block that overhangs, no more than a short length has a use for."""
     return tuple(  # type: ignore[return-value]
-        min(block, 1 << max(4, (length - 1).bit_length()))
+        min(block, _LARGEST_BLOCK) if length <= _LARGEST_BLOCK else block
         for block, length in ((grid.q_block, grid.q_len), (grid.kv_block, grid.kv_len))
     )
 
