@@ -1,4 +1,4 @@
-"""A kernel, its configuration and its grid: launched by Triton once, then directly.
+"""A kernel, its configuration and its grid: compiled by Triton, then started directly (direct.py).
 
 Triton's own launch binds and specialises every argument anew, some 60 us for these kernels. What it
 specialises on is known here to be the same from call to call (`aligned`, and what launches are
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from triton import knobs
 from triton.runtime import driver
 
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import INTERPRETED, KernelConfig
+from attnloom.backends.triton.direct import Direct, direct
 from attnloom.stats import count
 
 _ALIGNMENT = 16
@@ -29,7 +31,7 @@ class Launcher:
     spills: registers that each thread of the kernel keeps in memory; known after the first launch.
     """
 
-    __slots__ = ("_compiled", "config", "grid", "kernel", "options", "spills")
+    __slots__ = ("_compiled", "_device", "_direct", "config", "grid", "kernel", "options", "spills")
 
     def __init__(
         self, kernel: Any, config: KernelConfig, grid: int, options: dict[str, int]
@@ -40,6 +42,8 @@ class Launcher:
         self.options = options
         self.spills = 0
         self._compiled: Any = None
+        self._direct: Direct | None = None
+        self._device = 0
 
     def __call__(self, aligned: bool, *args: object) -> None:
         """Launch on the current device and stream.
@@ -48,21 +52,47 @@ class Launcher:
             aligned: the addresses of all tensors that this launcher is not remembered by are
                 multiples of 16, and their types those of the first launch.
         """
-        compiled = self._compiled
-        if compiled is None or not aligned:
-            compiled = self.kernel[(self.grid,)](*args, self.config, **OPTIONS, **self.options)
-            if not INTERPRETED:
-                self.spills = compiled.n_spills
-                self._compiled = compiled if aligned else None
-            return
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        grid = (self.grid, 1, 1)
+        if self._direct is not None and aligned and knobs.runtime.launch_enter_hook is None:
+            self._direct(_stream_of(self._device), args)
+        elif self._compiled is not None and aligned:
+            self._start_compiled(args)
+        elif INTERPRETED or not aligned:
+            self._start_anew(args)
+        else:
+            self._start_first(args)
+
+    def _start_anew(self, args: tuple[object, ...]) -> None:
+        """By Triton, whatever the arguments are."""
+        compiled = self.kernel[(self.grid,)](*args, self.config, **OPTIONS, **self.options)
+        if not INTERPRETED:
+            self.spills = compiled.n_spills
+
+    def _start_first(self, args: tuple[object, ...]) -> None:
+        self._device = driver.active.get_current_device()
+        compiled = self.kernel.run(
+            *args, self.config, grid=(self.grid,), warmup=True, **OPTIONS, **self.options
+        )
+        found = direct(compiled, self.grid, args)
+        if found is not None:
+            self.spills = found.spills
+            found(_stream_of(self._device), args)
+        else:
+            self._start_anew(args)
+        self._compiled, self._direct = compiled, found
+
+    def _start_compiled(self, args: tuple[object, ...]) -> None:
+        """As Triton does, but without looking at the arguments."""
+        compiled, grid = self._compiled, (self.grid, 1, 1)
+        stream = driver.active.get_current_stream(self._device)
         metadata = compiled.launch_metadata(grid, stream, *args, self.config)
         compiled.run(
             *grid, stream, compiled.function, compiled.packed_metadata, metadata,
             knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args, self.config,
         )  # fmt: skip
+
+
+def _stream_of(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def addresses_aligned(call: AttentionCall) -> bool:

@@ -1,0 +1,280 @@
+"""Start compiled kernels through the CUDA driver, without a launcher of Triton's.
+
+Triton 3.6 compiles a C module for every signature of a kernel (0.3 s of the first call) and takes
+every argument apart at every launch: each number, each pointer by a call of its own, each TMA
+descriptor anew. Here the parameters of a launch stay in memory. Tuples that are the same object as
+last time are not looked at, descriptors get their new address alone.
+
+The order of parameters is that of Triton's launchers: tuples flattened, constants left out, a
+descriptor followed by its sizes and strides, then two scratch pointers. The driver's own account of
+the kernel's parameters is compared with it, and Triton's launcher is used where they differ.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_MAP_BYTES = 128  # of a CUtensorMap, and its alignment
+_FORMATS = {"fp32": "f", "i32": "i", "i64": "q"}
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL | None:
+    """The CUDA driver, with what is called here declared; None if it lacks any of it."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        pointer, size = ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)
+        library.cuLaunchKernel.argtypes = [pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer]
+        library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
+        library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, size, size]
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+@dataclass(slots=True)
+class _Part:
+    """One argument of a kernel: where its pointers and its numbers lie in the parameters.
+
+    pointers, numbers: indices in the argument if it is a tuple. last: the argument as of now.
+    """
+
+    is_tuple: bool
+    pointers: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    formats: str = ""
+    pointer_at: int = 0
+    number_at: int = 0
+    map_at: int = -1
+    last: Any = None
+    write_pointers: Callable[..., None] | None = None
+    write_numbers: Callable[..., None] | None = None
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Sizes and places of the parameters in the kernel's order, and the bytes reserved so far."""
+
+    sizes: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    room: int = 0
+
+    def reserve(self, size: int, align: int) -> int:
+        at = -(-self.room // align) * align
+        self.room = at + size
+        return at
+
+    def declare(self, size: int, place: int) -> None:
+        """The kernel's next parameter lies there."""
+        self.sizes.append(size)
+        self.places.append(place)
+
+
+class Direct:
+    """Starts one compiled kernel with arguments of the types that it was compiled for."""
+
+    __slots__ = (
+        "_address", "_buffer", "_function", "_launch", "_lock", "_module", "_parts", "_replace",
+        "_sizes", "_values", "spills",
+    )  # fmt: skip
+
+    def __init__(self, loaded: _Loaded, grid: int, args: tuple[object, ...]) -> None:
+        library = _cuda()
+        assert library is not None
+        self._module, self._function, self.spills = loaded.module, loaded.function, loaded.spills
+        layout = _Layout()
+        self._parts = [
+            _part(layout, kind, arg) for kind, arg in zip(loaded.kinds, args, strict=True)
+        ]
+        scratch = layout.reserve(16, 8)
+        layout.declare(8, scratch)
+        layout.declare(8, scratch + 8)
+        _require_layout(library, loaded.function, layout.sizes)
+        self._buffer = ctypes.create_string_buffer(layout.room + _MAP_BYTES)
+        base = ctypes.addressof(self._buffer)
+        base += -base % _MAP_BYTES
+        room = (ctypes.c_char * layout.room).from_address(base)
+        self._address = base
+        for part in self._parts:
+            part.write_pointers = functools.partial(
+                struct.Struct(f"={len(part.pointers) or 1}Q").pack_into, room, part.pointer_at
+            )
+            part.write_numbers = functools.partial(
+                struct.Struct("=" + part.formats).pack_into, room, part.number_at
+            )
+        struct.pack_into("=QQ", room, scratch, 0, 0)
+        self._values = (ctypes.c_void_p * len(layout.places))(*(base + at for at in layout.places))
+        self._sizes = (grid, 1, 1, 32 * loaded.num_warps, 1, 1, loaded.shared)
+        self._launch, self._replace = library.cuLaunchKernel, library.cuTensorMapReplaceAddress
+        self._lock = threading.Lock()
+        maps = iter(loaded.maps)
+        for part, arg in zip(self._parts, args, strict=True):
+            if part.map_at >= 0:
+                self._encode(part, arg, next(maps))
+
+    def __call__(self, stream: int, args: tuple[Any, ...]) -> None:
+        with self._lock:  # the driver has copied the parameters when it returns
+            for part, arg in zip(self._parts, args, strict=True):
+                if arg is not part.last or not part.is_tuple:
+                    self._write(part, arg)
+            status = self._launch(self._function, *self._sizes, stream, self._values, None)
+        if status:
+            raise RuntimeError(f"the CUDA driver refused to start a kernel (error {status})")
+
+    def _write(self, part: _Part, arg: Any) -> None:
+        if part.is_tuple:
+            if part.pointers:
+                part.write_pointers(*[arg[i].data_ptr() for i in part.pointers])
+            if part.numbers:
+                part.write_numbers(*[arg[i] for i in part.numbers])
+            # what is kept alive here may be freed by its owner and reused: only tuples of numbers
+            part.last = None if part.pointers else arg
+        elif part.map_at >= 0:
+            place = arg.base.data_ptr()
+            if place != part.last:
+                self._replace(self._address + part.map_at, place)
+                part.last = place
+        elif part.pointers:
+            part.write_pointers(arg.data_ptr())
+        elif part.formats and arg != part.last:
+            part.write_numbers(arg)
+            part.last = arg
+
+    def _encode(self, part: _Part, arg: TensorDescriptor, made: dict[str, Any]) -> None:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        place = arg.base.data_ptr()
+        encoded = driver.active.utils.fill_tma_descriptor(
+            place, made["swizzle"], made["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[made["elem_type"]],
+            made["block_size"], arg.shape, arg.strides, 0,
+        )  # fmt: skip
+        # PyCUtensorMapObject: a head, then the map at the next multiple of 128
+        source = id(encoded) + _MAP_BYTES
+        ctypes.memmove(self._address + part.map_at, source, _MAP_BYTES)
+        part.write_numbers(*arg.shape, *arg.strides)
+        part.last = place
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A kernel on a device. kinds: types of its arguments, "constexpr" left out at the end."""
+
+    module: Any
+    function: int
+    spills: int
+    num_warps: int
+    shared: int
+    kinds: tuple[Any, ...]
+    maps: tuple[dict[str, Any], ...]
+
+
+class _UnknownLayoutError(Exception):
+    """The kernel's parameters are not those that this file writes."""
+
+
+def direct(compiled: Any, grid: int, args: tuple[object, ...]) -> Direct | None:
+    """A direct launch of a compiled kernel; None where Triton's launcher has to do it.
+
+    Raises:
+        OutOfResources: the device has too little shared memory or too few registers.
+    """
+    meta = compiled.metadata
+    extras = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size")
+    extras += ("profile_scratch_size", "tmem_size")
+    target = driver.active.get_current_target()
+    if target.backend != "cuda" or _cuda() is None or getattr(meta, "num_ctas", 1) != 1:
+        return None
+    if any(getattr(meta, name, None) for name in extras):
+        return None
+    *kinds, last = compiled.src.signature.values()
+    maps = tuple(getattr(meta, "tensordesc_meta", None) or ())
+    described = sum(isinstance(k, str) and k.startswith("tensordesc") for k in kinds)
+    if last != "constexpr" or described != len(maps):
+        return None
+    if any(m is None or m["fp4_padded"] for m in maps):
+        return None
+    utils, device = driver.active.utils, driver.active.get_current_device()
+    if not hasattr(utils, "fill_tma_descriptor"):
+        return None
+    most = utils.get_device_properties(device)["max_shared_mem"]
+    if meta.shared > most:
+        raise OutOfResources(meta.shared, most, "shared memory")
+    module, function, _, spills, threads = utils.load_binary(
+        compiled.name, compiled.kernel, meta.shared, device
+    )
+    if 32 * meta.num_warps > threads:
+        raise OutOfResources(32 * meta.num_warps, threads, "threads")
+    loaded = _Loaded(module, function, spills, meta.num_warps, meta.shared, tuple(kinds), maps)
+    try:
+        return Direct(loaded, grid, args)
+    except _UnknownLayoutError:
+        return None
+
+
+def _part(layout: _Layout, kind: Any, arg: Any) -> _Part:
+    if isinstance(kind, tuple):
+        pointers = tuple(i for i, k in enumerate(kind) if k[0] == "*")
+        numbers = tuple(i for i, k in enumerate(kind) if k in _FORMATS)
+        if len(pointers) + len(numbers) != len(kind):
+            raise _UnknownLayoutError
+        return _placed(layout, _Part(True, pointers, numbers), kind)
+    if kind == "constexpr":
+        return _Part(False)
+    if kind.startswith("tensordesc"):
+        return _described(layout, arg)
+    if kind[0] == "*":
+        return _placed(layout, _Part(False, (0,)), (kind,))
+    if kind in _FORMATS:
+        return _placed(layout, _Part(False, (), (0,)), (kind,))
+    raise _UnknownLayoutError
+
+
+def _placed(layout: _Layout, part: _Part, kinds: tuple[str, ...]) -> _Part:
+    """Places for an argument's values: pointers side by side, and numbers."""
+    part.formats = "".join(_FORMATS[kinds[i]] for i in part.numbers)
+    part.pointer_at = layout.reserve(8 * len(part.pointers), 8)
+    part.number_at = layout.reserve(struct.calcsize("=" + part.formats), 8)
+    pointer, number = part.pointer_at, part.number_at
+    for kind in kinds:
+        if kind[0] == "*":
+            layout.declare(8, pointer)
+            pointer += 8
+        else:
+            size = struct.calcsize("=" + _FORMATS[kind])
+            layout.declare(size, number)
+            number += size
+    return part
+
+
+def _described(layout: _Layout, arg: Any) -> _Part:
+    """Places for a TMA descriptor, its sizes (32 bits) and its strides (64 bits)."""
+    rank = len(arg.shape)
+    part = _Part(False, formats="i" * rank + "q" * rank)
+    part.map_at = layout.reserve(_MAP_BYTES, _MAP_BYTES)
+    layout.declare(_MAP_BYTES, part.map_at)
+    part.number_at = layout.reserve(12 * rank, 8)
+    for i in range(rank):
+        layout.declare(4, part.number_at + 4 * i)
+    for i in range(rank):
+        layout.declare(8, part.number_at + 4 * rank + 8 * i)
+    return part
+
+
+def _require_layout(library: ctypes.CDLL, function: int, sizes: list[int]) -> None:
+    """Compare with what the driver says about the kernel's parameters."""
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    for i in range(len(sizes) + 1):
+        status = library.cuFuncGetParamInfo(function, i, ctypes.byref(offset), ctypes.byref(size))
+        is_last = i == len(sizes)
+        if bool(status) != is_last or (not is_last and size.value != sizes[i]):
+            raise _UnknownLayoutError

@@ -1,0 +1,159 @@
+"""Direct launches without a device: parameters as the compiled kernel declares them, in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attnloom.backends.triton import direct, launch_backward, launch_forward, ready_backward
+from attnloom.backends.triton.launch import TritonBackend
+from tests.kernels.cross_compile import compile_for, device_is, type_of
+from tests.kernels.test_triton_compile import causal, make_call
+
+_BYTES = {"u64": 8, "b64": 8, "s64": 8, "f32": 4, "u32": 4, "b32": 4}
+_MADE = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1], "fp4_padded": False}
+
+
+def declared(ptx: str) -> list[int]:
+    """Bytes of each parameter of the kernel in a text."""
+    found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^\[\n]*?(?:\[(\d+)\])?,?\n", ptx)
+    return [int(length) if length else _BYTES[kind] for kind, length in found]
+
+
+class Driver:
+    """In place of libcuda: knows one kernel's parameters, and keeps what a launch was given."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.given: list[bytes] = []
+        self.shape: tuple[int, ...] = ()
+        self.replaced: list[int] = []
+
+    def cuFuncGetParamInfo(self, function: int, i: int, offset: Any, size: Any) -> int:
+        if i >= len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[i]
+        return 0
+
+    def cuLaunchKernel(self, function: int, *rest: Any) -> int:
+        *shape, _, values, _ = rest
+        self.shape = tuple(shape)
+        self.given = [
+            ctypes.string_at(place, size) for place, size in zip(values, self.sizes, strict=True)
+        ]
+        return 0
+
+    def cuTensorMapReplaceAddress(self, place: int, address: int) -> int:
+        self.replaced.append(address)
+        return 0
+
+
+def expected(kind: Any, arg: Any) -> list[bytes]:
+    """An argument as the kernel reads it."""
+    if isinstance(kind, tuple):
+        return [b for k, a in zip(kind, arg, strict=True) for b in expected(k, a)]
+    if isinstance(arg, TensorDescriptor):
+        sizes = [struct.pack("=i", n) for n in arg.shape]
+        return [b"m" * 128, *sizes, *(struct.pack("=q", n) for n in arg.strides)]
+    if isinstance(arg, torch.Tensor):
+        return [struct.pack("=Q", arg.data_ptr())]
+    return [struct.pack("=f" if kind == "fp32" else "=i", arg)]
+
+
+class Checker:
+    """In place of launcher.Launcher: compiles, starts directly, and compares."""
+
+    checked: list[str] = []
+
+    def __init__(self, kernel: Any, config: Any, grid: int, options: dict[str, int]) -> None:
+        self.kernel, self.config, self.grid, self.options = kernel, config, grid, options
+        self.spills = 0
+
+    def __call__(self, aligned: bool, *args: Any) -> None:
+        made = compile_for("sm_90", self.kernel, (*args, self.config), self.options)
+        library = Driver(declared(made.text))
+        kinds = tuple(type_of(a) for a in args)
+        descriptors = [a for a in args if isinstance(a, TensorDescriptor)]
+        loaded = direct._Loaded(
+            None, 7, 0, self.options["num_warps"], made.shared, kinds, (_MADE,) * len(descriptors)
+        )
+        utils = SimpleNamespace(fill_tma_descriptor=lambda *_: b"m" * 512)
+        active = SimpleNamespace(active=SimpleNamespace(utils=utils))
+        with (
+            mock.patch.object(direct, "_cuda", lambda: library),
+            mock.patch.object(direct, "driver", active),
+        ):
+            launch = direct.Direct(loaded, self.grid, args)
+        wanted = [b for k, a in zip(kinds, args, strict=True) for b in expected(k, a)]
+        for _ in range(2):  # the second time few arguments are looked at
+            launch(0, args)
+            assert library.given == [*wanted, b"\0" * 8, b"\0" * 8]
+        assert library.shape == (self.grid, 1, 1, 32 * loaded.num_warps, 1, 1, made.shared)
+        assert not library.replaced
+        self._elsewhere(launch, library, kinds, args)
+        self.checked.append(self.kernel.__name__)
+
+    def _elsewhere(self, launch: Any, library: Driver, kinds: Any, args: tuple[Any, ...]) -> None:
+        """Other tensors and numbers of the same types."""
+
+        def moved(arg: Any) -> Any:
+            if isinstance(arg, tuple):
+                return tuple(moved(a) for a in arg)
+            if isinstance(arg, TensorDescriptor):
+                base = torch.empty_like(arg.base)
+                return TensorDescriptor(base, arg.shape, arg.strides, arg.block_shape)
+            return torch.empty_like(arg) if isinstance(arg, torch.Tensor) else arg + 1
+
+        others = tuple(moved(a) for a in args)
+        launch(0, others)
+        wanted = [b for k, a in zip(kinds, others, strict=True) for b in expected(k, a)]
+        assert library.given[:-2] == wanted
+        assert library.replaced == [
+            a.base.data_ptr() for a in others if isinstance(a, TensorDescriptor)
+        ]
+
+
+def test_parameters_are_those_that_the_kernels_declare() -> None:
+    """Forward and backward with a mask, a learned capture and TMA descriptors."""
+    slope = torch.ones(32, requires_grad=True)
+    call = make_call(
+        64, score_mod=lambda s, b, h, q, kv: s + slope[h] * (kv - q), mask_mod=causal,
+        q_len=256, kv_len=256,
+    )  # fmt: skip
+    Checker.checked = []
+    ready = (launch_forward._ready, ready_backward._ready, launch_backward._delta)
+    for memory in ready:
+        memory.clear()
+    with (
+        device_is("sm_90"),
+        mock.patch.object(launch_forward, "Launcher", Checker),
+        mock.patch.object(launch_backward, "Launcher", Checker),
+        mock.patch.object(ready_backward, "Launcher", Checker),
+    ):
+        result = TritonBackend().forward(call, want_max_scores=False)
+        dout = torch.empty_like(result.out)
+        launch_backward.backward(call, result.out, result.lse, dout, None)
+    for memory in ready:
+        memory.clear()
+    assert Checker.checked == ["forward_kernel", "delta_kernel", "row_kernel", "key_kernel"]
+
+
+def test_a_kernel_with_other_parameters_is_left_to_triton() -> None:
+    loaded = direct._Loaded(None, 7, 0, 4, 0, ("*fp32", "fp32"), ())
+    library = Driver([8, 8, 8, 8])
+    with (
+        mock.patch.object(direct, "_cuda", lambda: library),
+        pytest.raises(direct._UnknownLayoutError),
+    ):
+        direct.Direct(loaded, 1, (torch.zeros(1), 1.0))
