@@ -158,6 +158,20 @@ def test_streams_and_threads() -> None:
             assert torch.equal(mine, theirs), f"length {S}"
 
 
+def test_a_thread_that_has_not_used_the_device() -> None:
+    """The driver knows no context there before torch's first call of the runtime."""
+    x = tuple(t.detach() for t in qkv(1, 4, 300, 64, dtype=BF16))
+    call = attention(300)
+    expected = call(x)
+    torch.cuda.synchronize()
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(call(x)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(found[0], expected)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_devices_in_one_process() -> None:
     """Case 37: launches went to the current device, wherever the tensors were."""

@@ -20,10 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAP_BYTES = 128  # of a CUtensorMap, and its alignment
 _FORMATS = {"fp32": "f", "i32": "i", "i64": "q"}
 
@@ -128,6 +130,9 @@ class Direct:
                 if arg is not part.last or not part.is_tuple:
                     self._write(part, arg)
             status = self._launch(self._function, *self._sizes, stream, self._values, None)
+            if status == _NO_CONTEXT:  # a thread that has not used the device yet
+                torch.cuda.current_stream().query()
+                status = self._launch(self._function, *self._sizes, stream, self._values, None)
         if status:
             raise RuntimeError(f"the CUDA driver refused to start a kernel (error {status})")
 
