@@ -59,7 +59,7 @@ def row_kernel(
     scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
     """shape (and PITCH), lists, scale and sources as forward_kernel's; g0..g2 those of dout.
-    strides of q, k, v, dout, dq. sinks: where `peaks` fragments store, else unused."""
+    strides of q, k, v, dout, dq. sinks: where `rows` fragments store, else unused."""
     b, h, tile, first, last = locate(lists, shape, cfg)
     heads, q_len, kv_len = whole32(shape, 0), whole32(shape, 12), whole32(shape, 15)
     q_offset, kv_offset = whole32(shape, 18), whole32(shape, 21)

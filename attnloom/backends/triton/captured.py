@@ -57,7 +57,8 @@ class Captured:
                 dtype = tensor.dtype
             elif form.limbs:
                 shape, dtype = (*shape, form.limbs), torch.int64
-            buffers[item.slot] = torch.zeros(shape, dtype=dtype, device=tensor.device)
+            fresh = torch.empty if stored and _writes_all(call, tensor) else torch.zeros
+            buffers[item.slot] = fresh(shape, dtype=dtype, device=tensor.device)
         return Captured(call, items, form, buffers)
 
     @property
@@ -65,11 +66,14 @@ class Captured:
         return bool(self.form.limbs) and not all(self.form.stores)
 
     def clear(self) -> None:
-        for buffer in self.buffers.values():
-            buffer.zero_()
+        """Zeros where the key kernel adds; the row kernel's stores stay."""
+        for item, stored in zip(self.items, self.form.stores, strict=True):
+            if not stored:
+                self.buffers[item.slot].zero_()
 
     def arguments(self, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """`sinks` of the key kernel's fragments."""
+        """`sinks` of the key kernel's fragments; without scales, of the row kernel's but for the
+        first."""
         pointers = tuple(self.buffers[item.slot] for item in self.items)
         return pointers if scales is None else (*pointers, scales)
 
@@ -77,17 +81,16 @@ class Captured:
         """[contributions, 2] float64: of the first integer, and of what it leaves. NaN where a
         contribution is not finite, so that the gradient is NaN."""
         largest = peaks.double().amax(0)
-        rooms = torch.tensor(
-            [self._room(item) for item in self.items], dtype=torch.float64, device=peaks.device
-        )
-        exponents = []
+        pairs: list[torch.Tensor] = []
         for item in self.items:
             same = [largest[i] for i, other in enumerate(self.items) if other.slot == item.slot]
-            exponents.append(torch.stack(same).amax())
-        found = torch.floor(rooms - torch.log2(torch.stack(exponents)))
-        finite = found > -math.inf
-        scale = torch.exp2(found.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
-        return torch.stack((torch.where(finite, scale, math.nan), torch.exp2(rooms)), 1)
+            room = self._room(item)
+            found = torch.floor(room - torch.log2(torch.stack(same).amax()))
+            scale = torch.exp2(found.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+            scale = torch.where(found > -math.inf, scale, math.nan)
+            # no tensor is made of Python numbers: CUDA graphs cannot hold the copy
+            pairs += (scale, torch.full_like(scale, 2.0**room))
+        return torch.stack(pairs).view(-1, 2)
 
     def _room(self, item: Contribution) -> int:
         query, key = self.call.query, self.call.key
@@ -136,6 +139,14 @@ def sinks_form(call: AttentionCall, found: Gradient) -> Sinks:
     real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype).torch
     limbs = 2 if real == torch.float64 else 1
     return Sinks(stores, limbs if call.options.deterministic else 0)
+
+
+def _writes_all(call: AttentionCall, tensor: torch.Tensor) -> bool:
+    """Whether stores reach every element of a tensor that scores have to themselves: no tile is
+    skipped and no element lies beyond the lengths."""
+    query, key = call.query, call.key
+    scores = query.size(0) * query.size(1) * query.size(2) * key.size(2)
+    return call.blocks is None and tensor.numel() == scores
 
 
 def _is_own(call: AttentionCall, names: tuple[str | None, ...], tensor: torch.Tensor) -> bool:

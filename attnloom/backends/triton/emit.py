@@ -14,15 +14,16 @@ the numbers; sizes, strides and numbers are three floats each (packed.py). Names
 numbers only; nothing that a user wrote reaches the text.
 
 Integers: positions are 32 bits wide and so is what is computed from them, unless Target.wide;
-captured 64-bit integers stay 64 bits wide.
+captured 64-bit integers stay 64 bits wide where their size is not known (layouts.py).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.layouts import VECTOR_BYTES, is_narrow, letters
 from attnloom.ir.node import Axes, DType, Node, Program
 from attnloom.ir.passes.bounds import small_integers
 
@@ -151,12 +152,18 @@ class Target:
     wide: positions, what is computed from them or offsets into captured tensors may pass 2**31.
     exact: no approximation beyond a few units in the last place.
     near: positions, and b and h, lie within +-NEAR.
+    layouts: of captured tensors, see layouts.py; () where nothing is known.
     """
 
     tanh_ptx: bool = False
     wide: bool = False
     exact: bool = False
     near: bool = False
+    layouts: tuple[str, ...] = ()
+
+    def reading(self, layouts: tuple[str, ...]) -> Target:
+        """The same for tensors of these layouts."""
+        return replace(self, layouts=layouts)
 
 
 def arg_index(program: Program, slot: int) -> int:
@@ -262,15 +269,25 @@ class Writer:
         slot = int(node.attr)  # type: ignore[call-overload]
         base = arg_index(self.program, slot)
         rank = self.program.tensors[slot].rank
-        offset = ""
         whole, widen = ("whole", ".to(tl.int64)") if self.target.wide else ("whole32", "")
+        offset = ""
         for d, arg in enumerate(node.args):
-            size = f"dm.{whole}(args, {base + 1 + 3 * d})"
-            stride = f"dm.{whole}(args, {base + 1 + 3 * (rank + d)})"
-            term = f"dm.clamp_index({self._name(arg)}, {size}){widen} * {stride}"
+            inside, step, _ = letters(self.target.layouts, slot, d)
+            term = self._name(arg)
+            if inside != "i":
+                size = f"dm.{whole}(args, {base + 1 + 3 * d})"
+                term = f"dm.clamp_index({term}, {size})"
+            if step != "1":
+                stride = f"dm.{whole}(args, {base + 1 + 3 * (rank + d)})"
+                if step == "v":
+                    unit = VECTOR_BYTES // self.program.tensors[slot].dtype.itemsize
+                    # said by arithmetic that strides are aligned, see tiles.py
+                    stride = f"({stride} // {unit} * {unit})"
+                term = f"{term}{widen} * {stride}"
             offset += f" + {term}"
-        value = f"tl.load(args[{base}]{offset})"
-        lines.append(f"{indent}v{i} = {value}.to({TYPES[node.dtype]})")
+        narrow = is_narrow(self.target.layouts, slot) and not self.target.wide
+        loaded = "tl.int32" if narrow else TYPES[node.dtype]
+        lines.append(f"{indent}v{i} = tl.load(args[{base}]{offset}).to({loaded})")
 
     def _reduce(self, i: int, node: Node, lines: list[str], indent: str) -> None:
         """acc = body(0); for r in 1 .. length: acc = acc (+) body(r)."""

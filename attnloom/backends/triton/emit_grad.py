@@ -9,7 +9,8 @@
 Three kinds share these signatures:
     plain   the derivative by the score alone
     sinks   gradients of captured tensors too, for the kernel that walks queries with fixed keys
-    peaks   the largest size of each contribution to them, from which fixed-point scales follow
+    rows    for the kernel that walks keys with fixed queries: those that are stored, and on demand
+            the largest size of each other contribution, from which fixed-point scales follow
 
 The `sinks` text is that of the program with q and kv exchanged: what depends on keys alone then
 lies in `row` and is computed once a program. A contribution is reduced before it leaves a tile:
@@ -17,7 +18,8 @@ lies in `row` and is computed once a program. A contribution is reduced before i
     index without q           summed over queries in registers, over the whole loop; then one
                               addition a key, or one for all keys if the index has no kv either
     index with q, without kv  summed over the keys of a tile, one addition a query
-    index with both           one addition a score, or a store where each score has its own element
+    index with both           one addition a score; where each score has its own element a store,
+                              which the `rows` kind writes as the tensor lies
     index along a reduction   the same, without carrying, for every step of it
 
 Lanes with dscore = 0, dead ones among them, contribute 0 whatever value they compute.
@@ -29,6 +31,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from attnloom.backends.triton.emit import TYPES, Target, Writer, arg_index, module_text
+from attnloom.backends.triton.layouts import VECTOR_BYTES, letters, position_name
 from attnloom.ir.node import REDUCTION_AXES, Axes, Node, Program
 from attnloom.ir.passes.gradient import Contribution, Gradient, gradient
 from attnloom.ir.passes.simplify import simplify
@@ -78,13 +81,7 @@ def is_tame(program: Program) -> bool:
 
 def positions_of(program: Program, item: Contribution) -> tuple[str | None, ...]:
     """For each dimension of a contribution's index the position it is: b, h, q, kv, or None."""
-    names: list[str | None] = []
-    for index in item.index:
-        node = program.nodes[index]
-        while node.op == "cast":
-            node = program.nodes[node.args[0]]
-        names.append(str(node.attr) if node.op == "input" else None)
-    return tuple(names)
+    return tuple(position_name(program, index) for index in item.index)
 
 
 def emit_plain(found: Gradient, target: Target, exact: bool, swap: bool) -> str:
@@ -96,17 +93,19 @@ def emit_plain(found: Gradient, target: Target, exact: bool, swap: bool) -> str:
 
 
 def emit_sinks(found: Gradient, target: Target, sinks: Sinks) -> str:
-    """All contributions, q and kv exchanged."""
+    """All contributions but those stored, q and kv exchanged."""
     writer = _SinkWriter(exchanged(found.program), "sinks", target, found.contributions)
     writer.sinks = sinks
     return module_text(_SINKS, writer.fragment())
 
 
-def emit_peaks(found: Gradient, target: Target) -> str:
-    """Largest absolute contributions; flush stores them at sinks[0] + pid * their number."""
-    return module_text(
-        _SINKS, _PeakWriter(found.program, "peaks", target, found.contributions).fragment()
-    )
+def emit_rows(found: Gradient, target: Target, sinks: Sinks, peaks: bool) -> str:
+    """Stored contributions, to sinks[1 + their number]. With peaks the largest absolute ones of the
+    others too; flush stores them at sinks[0] + pid * the number of all contributions."""
+    writer = _RowWriter(found.program, "rows", target, ())
+    writer.peaks, writer.stores = peaks, sinks.stores
+    writer.set_items(found.contributions)
+    return module_text(_SINKS, writer.fragment())
 
 
 class _GradWriter(Writer):
@@ -116,8 +115,11 @@ class _GradWriter(Writer):
         self, program: Program, prefix: str, target: Target, items: tuple[Contribution, ...]
     ) -> None:
         super().__init__(program, prefix, target)
-        self.items = items
         self.real = TYPES[program.nodes[program.outputs[0]].dtype]
+        self.set_items(items)
+
+    def set_items(self, items: tuple[Contribution, ...]) -> None:
+        self.items = items
         self.carried = [n for n, item in enumerate(items) if self._carries(item)]
 
     def fragment(self) -> str:
@@ -199,6 +201,42 @@ class _GradWriter(Writer):
     def _flush(self) -> list[str]:
         return []
 
+    def _store(self, number: int, item: Contribution, sink: str) -> list[str]:
+        """To an element of its own: positions are inside but for the overhang of the last tiles."""
+        base = arg_index(self.program, item.slot)
+        inside = " & ".join(
+            f"({self._name(i)} < dm.whole32(args, {base + 1 + 3 * d}))"
+            for d, i in enumerate(item.index)
+            if self.program.axes[i] & (Axes.Q | Axes.KV)
+            and letters(self.target.layouts, item.slot, d)[0] != "i"
+        )
+        mask = f", mask={inside}" if inside else ""
+        value = f"d{number}.to({sink}.dtype.element_ty)"
+        return [f"tl.store({sink} + {self._own_offset(item)}, {value}{mask})"]
+
+    def _own_offset(self, item: Contribution) -> str:
+        """`_offset` without clamping; rows of whole vectors where the tensor's are."""
+        base = arg_index(self.program, item.slot)
+        unit = VECTOR_BYTES // self.program.tensors[item.slot].dtype.itemsize
+        offset = self._name(item.index[0])
+        for d, index in enumerate(item.index[1:], 1):
+            size = f"dm.whole32(args, {base + 1 + 3 * d})"
+            if letters(self.target.layouts, item.slot, d)[2] == "m":
+                size = f"({size} // {unit} * {unit})"
+            offset = f"(({offset}) * {size} + {self._name(index)})"
+        return offset
+
+    def _offset(self, item: Contribution) -> str:
+        """Of an element in a contiguous buffer of the tensor's shape."""
+        base = arg_index(self.program, item.slot)
+        whole = "whole" if self.target.wide else "whole32"
+        offset = "0"
+        for d, index in enumerate(item.index):
+            size = f"dm.{whole}(args, {base + 1 + 3 * d})"
+            term = f"dm.clamp_index({self._name(index)}, {size})"
+            offset = term if d == 0 else f"(({offset}) * {size} + {term})"
+        return offset
+
 
 class _SinkWriter(_GradWriter):
     """Gradients of captured tensors. Axes are those of the exchanged program: KV is the query."""
@@ -214,11 +252,13 @@ class _SinkWriter(_GradWriter):
     def _carries(self, item: Contribution) -> bool:
         return not item.axes and not self._index_axes(item) & Axes.KV
 
+    def _loops(self, number: int, item: Contribution, lines: list[str]) -> None:
+        if not self.sinks.stores[number]:
+            super()._loops(number, item, lines)
+
     def _leave(self, number: int, item: Contribution) -> list[str]:
         if number in self.carried:
             return [f"t{number} += tl.sum(d{number}, 1, keep_dims=True)"]
-        if self.sinks.stores[number]:
-            return self._store(number, item)
         axes = self._index_axes(item)
         value = f"d{number}"
         if not axes & Axes.KV:
@@ -244,37 +284,23 @@ class _SinkWriter(_GradWriter):
         scales = f"sinks[{len(self.items)}] + {2 * number}"
         return f"sk.add_fixed(sinks[{number}], {self._offset(item)}, {value}, {scales}, {limbs})"
 
-    def _store(self, number: int, item: Contribution) -> list[str]:
-        base = arg_index(self.program, item.slot)
-        # the last tiles overhang the lengths; b and h never do
-        inside = " & ".join(
-            f"({self._name(i)} < dm.whole32(args, {base + 1 + 3 * d}))"
-            for d, i in enumerate(item.index)
-            if self.program.axes[i] & (Axes.Q | Axes.KV)
-        )
-        pointer = f"sinks[{number}] + {self._offset(item)}"
-        value = f"d{number}.to(sinks[{number}].dtype.element_ty)"
-        return [f"tl.store({pointer}, {value}, mask={inside})"]
 
-    def _offset(self, item: Contribution) -> str:
-        """Of an element in a contiguous buffer of the tensor's shape."""
-        base = arg_index(self.program, item.slot)
-        whole = "whole" if self.target.wide else "whole32"
-        offset = "0"
-        for d, index in enumerate(item.index):
-            size = f"dm.{whole}(args, {base + 1 + 3 * d})"
-            term = f"dm.clamp_index({self._name(index)}, {size})"
-            offset = term if d == 0 else f"(({offset}) * {size} + {term})"
-        return offset
+class _RowWriter(_GradWriter):
+    """Stores, and sizes of all other contributions, those inside reductions too."""
 
-
-class _PeakWriter(_GradWriter):
-    """Sizes of contributions. Every one is carried, those inside reductions too."""
+    peaks: bool
+    stores: tuple[bool, ...]
 
     def _carries(self, item: Contribution) -> bool:
-        return True
+        return self.peaks
+
+    def _loops(self, number: int, item: Contribution, lines: list[str]) -> None:
+        if self.peaks or self.stores[number]:
+            super()._loops(number, item, lines)
 
     def _leave(self, number: int, item: Contribution) -> list[str]:
+        if self.stores[number]:
+            return self._store(number, item, f"sinks[{number + 1}]")
         size = f"tl.max(sk.size_of(d{number}), 1, keep_dims=True)"
         return [f"t{number} = tl.maximum(t{number}, {size})"]
 

@@ -21,6 +21,7 @@ from attnloom.backends.triton.arguments import (
 )
 from attnloom.backends.triton.config import INTERPRETED, KernelConfig
 from attnloom.backends.triton.fragments import Fragment, mask_fragment, score_fragment
+from attnloom.backends.triton.layouts import mask_layouts, score_layouts
 from attnloom.plan.problem import compute_type
 
 _TL = {
@@ -140,6 +141,8 @@ def launch_key(call: AttentionCall, tensors: Tensors) -> tuple[object, ...]:
         if blocks is None
         else (blocks.q_block, blocks.kv_block, blocks.q_offset, blocks.kv_offset),
         (score is not None or mask is not None) and _is_wide(call),
+        score_layouts(call),
+        mask_layouts(call),
         call.scale > 0,
         call.options,
         tensors.max_scores is None,
@@ -158,7 +161,7 @@ def target_of(call: AttentionCall) -> emit.Target:
 def _is_near(call: AttentionCall) -> bool:
     blocks = call.blocks
     offset = 0 if blocks is None else max(abs(blocks.q_offset), abs(blocks.kv_offset))
-    reach = max(call.query.size(2), call.key.size(2)) + offset + configs.MAX_TILE
+    reach = max(call.query.size(2), call.kv_len) + offset + configs.MAX_TILE
     return max(reach, call.query.size(0), call.query.size(1)) <= emit.NEAR
 
 
@@ -172,8 +175,11 @@ def shared_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> 
     blocks, kv_len = call.blocks, key.size(2)
     dtype = operand_type(query.dtype, key.dtype, value.dtype)
     target = target_of(call)
-    score = None if call.score is None else score_fragment(call.score.program, target)
-    mask = None if call.mask is None else mask_fragment(call.mask.program, target)
+    score = mask = None
+    if call.score is not None:
+        score = score_fragment(call.score.program, target.reading(score_layouts(call)))
+    if call.mask is not None:
+        mask = mask_fragment(call.mask.program, target.reading(mask_layouts(call)))
     has_tail = kv_len % (tile.tile_n if blocks is None else blocks.kv_block) != 0
     wide = compute_type(query.dtype, key.dtype, value.dtype).torch
     return {

@@ -20,6 +20,7 @@ from attnloom.backends.triton.fields import (
     triton_type,
 )
 from attnloom.backends.triton.fragments import load_module, mask_fragment, score_fragment
+from attnloom.backends.triton.layouts import mask_layouts, score_layouts
 from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import Program
 
@@ -161,14 +162,15 @@ def _fragments(operands: Operands, role: Role) -> dict[str, Any]:
     if call.mask is not None:
         mask = call.mask.program
         turned = emit_grad.exchanged(mask) if role.own_keys else mask
-        found |= fragment_fields("MASK", mask_fragment(turned, target))
+        found |= fragment_fields("MASK", mask_fragment(turned, target.reading(mask_layouts(call))))
     if call.score is not None:
-        score = call.score.program
+        score, target = call.score.program, target.reading(score_layouts(call))
         turned = emit_grad.exchanged(score) if role.own_keys else score
         found |= fragment_fields("SCORE", score_fragment(turned, target))
         found |= _gradient_fragment(score, target, exact, role)
-        plain = role.sinks is None and not role.peaks
-        found["EARLY"] = plain and emit_grad.is_tame(emit_grad.gradient_of(score, exact).program)
+        found["EARLY"] = role.sinks is None and emit_grad.is_tame(
+            emit_grad.gradient_of(score, exact).program
+        )
     return found
 
 
@@ -177,11 +179,12 @@ def _gradient_fragment(
     score: Program, target: emit.Target, exact: bool, role: Role
 ) -> dict[str, JITFunction]:
     gradient = emit_grad.gradient_of(score, exact)
-    if role.sinks is not None:
-        prefix, text = "sinks", emit_grad.emit_sinks(gradient, target, role.sinks)
-    elif role.peaks:
-        prefix, text = "peaks", emit_grad.emit_peaks(gradient, target)
-    else:
+    if role.sinks is None:
         prefix, text = "plain", emit_grad.emit_plain(gradient, target, exact, role.own_keys)
+    elif role.own_keys:
+        prefix, text = "sinks", emit_grad.emit_sinks(gradient, target, role.sinks)
+    else:
+        text = emit_grad.emit_rows(gradient, target, role.sinks, role.peaks)
+        prefix = "rows"
     module = load_module(text)
     return {f"GRAD_{part.upper()}": getattr(module, f"{prefix}_{part}") for part in _GRAD_PARTS}

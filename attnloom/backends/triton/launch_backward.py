@@ -45,11 +45,11 @@ def backward(
     stats = _row_statistics(operands)
     captured = Captured.of(call)
     scales: torch.Tensor | None = None
+    peaks = _run_rows(operands, stats, captured)
     if captured is not None and captured.needs_peaks:
-        scales = captured.scales(_run_rows(operands, stats, len(captured.items)))
-    else:
-        _run_rows(operands, stats, 0)
-    roles = (Role(own_keys=True, sinks=None if captured is None else captured.form),)
+        scales = captured.scales(peaks)
+    adds = captured is not None and not all(captured.form.stores)
+    roles = (Role(own_keys=True, sinks=captured.form if captured is not None and adds else None),)
     if not both_fit(operands):
         roles = (replace(roles[0], want_dv=False), Role(own_keys=True, want_dk=False))
     for role in roles:
@@ -135,9 +135,14 @@ def _some(entries: torch.Tensor) -> torch.Tensor:
     return entries if entries.numel() else entries.new_zeros(1)
 
 
-def _run_rows(operands: Operands, stats: torch.Tensor, num_peaks: int) -> torch.Tensor:
-    """dq; returns the largest captured contributions, [programs, num_peaks]."""
+def _run_rows(operands: Operands, stats: torch.Tensor, captured: Captured | None) -> torch.Tensor:
+    """dq, and captured gradients that are stored; returns the largest contributions to the others,
+    [programs, contributions]."""
     call = operands.call
+    role, sinks, num_peaks = Role(own_keys=False), _NO_SINKS, 0
+    if captured is not None and (captured.needs_peaks or any(captured.form.stores)):
+        role = Role(own_keys=False, sinks=captured.form, peaks=captured.needs_peaks)
+        num_peaks = len(captured.items)
     found: list[torch.Tensor] = []
 
     def launch(ready: Ready) -> None:
@@ -148,11 +153,12 @@ def _run_rows(operands: Operands, stats: torch.Tensor, num_peaks: int) -> torch.
             lists = (_some(call.blocks.entries), work.work, *work.steps)
         ready.launch(
             addresses_aligned(call), *_sources(operands, ready.tile), operands.dq, stats, lists,
-            bind(call.score), bind(call.mask), tuple(found) if num_peaks else _NO_SINKS,
+            bind(call.score), bind(call.mask),
+            (*found, *captured.arguments(None)) if captured is not None and num_peaks else sinks,
             pack_double(call.scale), ready.shape, _strides(*operands.inputs, operands.dq),
         )  # fmt: skip
 
-    run(operands, Role(own_keys=False, peaks=num_peaks > 0), launch)
+    run(operands, role, launch)
     return found[0]
 
 

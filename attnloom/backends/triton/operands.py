@@ -12,6 +12,7 @@ from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import is_aligned, takes_descriptor, unit_stride
 from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.fields import operand_type, precision_of, stored_type, target_of
+from attnloom.backends.triton.layouts import mask_layouts, score_layouts
 from attnloom.ir.node import BoundProgram
 from attnloom.plan.problem import compute_type
 
@@ -117,6 +118,8 @@ class Operands:
             if blocks is None
             else (blocks.q_block, blocks.kv_block, blocks.q_offset, blocks.kv_offset),
             None if call.score is None and call.mask is None else target_of(call),
+            score_layouts(call),
+            mask_layouts(call),
             call.options,
         )
 
