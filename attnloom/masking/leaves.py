@@ -1,8 +1,9 @@
 """Decides single tiles that interval arithmetic over the whole tile leaves open.
 
-Cheapest first, each on what is still open: a few sampled scores that differ make a tile partial;
-intervals over its rows, then over its columns, one position wide, where everything on that side is
-known exactly; at last all of its scores, a bounded number at a time.
+Cheapest first, each on what is still open: a few sampled scores that differ make a tile partial,
+then its first and last row, which hold every distance q - kv of the tile; intervals over its rows,
+then over its columns, one position wide, where everything on that side is known exactly; at last
+all of its scores, a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def settle(ranges: Ranges, tiles: Rectangles) -> tuple[Rectangles, Rectangles]:
     """The full and the partial ones among tiles."""
     stages: list[Callable[[Rectangles], Verdict]] = [
         *(partial(_sample, ranges, count=count) for count in _SAMPLES),
+        partial(_outer_rows, ranges),
         partial(_strips, ranges, side="q"),
         partial(_strips, ranges, side="kv"),
         partial(_all_scores, ranges),
@@ -54,6 +56,22 @@ def _sample(ranges: Ranges, tiles: Rectangles, count: int) -> Verdict:
 
     some, every = _scores(ranges, tiles, spread("q"), spread("kv"))
     return some, ~every, some & ~every
+
+
+def _outer_rows(ranges: Ranges, tiles: Rectangles) -> Verdict:
+    """All scores of each tile's first and last row."""
+    width = min(ranges.grid.kv_block, ranges.grid.kv_len)
+    parts = []
+    for batch, piece in _batches(tiles, width, _BATCH_LANES // 2):
+        spans = ranges.spans(batch)
+        some = torch.zeros(len(batch), dtype=torch.bool, device=ranges.device)
+        every = ~some
+        for begin in range(0, width, piece):
+            columns = _lanes(spans["kv"], begin, piece)
+            found = _scores(ranges, batch, torch.stack(spans["q"], 1), columns)
+            some, every = some | found[0], every & found[1]
+        parts.append((some, ~every, some & ~every))
+    return _join(parts)
 
 
 def _strips(ranges: Ranges, tiles: Rectangles, side: str) -> Verdict:
