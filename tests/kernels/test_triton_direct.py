@@ -94,6 +94,7 @@ class Checker:
             mock.patch.object(direct, "_cuda", lambda: library),
             mock.patch.object(direct, "driver", active),
         ):
+            assert direct._is_known(loaded, args)
             launch = direct.Direct(loaded, self.grid, args)
         wanted = [b for k, a in zip(kinds, args, strict=True) for b in expected(k, a)]
         for _ in range(2):  # the second time few arguments are looked at
@@ -152,8 +153,9 @@ def test_parameters_are_those_that_the_kernels_declare() -> None:
 def test_a_kernel_with_other_parameters_is_left_to_triton() -> None:
     loaded = direct._Loaded(None, 7, 0, 4, 0, ("*fp32", "fp32"), ())
     library = Driver([8, 8, 8, 8])
-    with (
-        mock.patch.object(direct, "_cuda", lambda: library),
-        pytest.raises(direct._UnknownLayoutError),
-    ):
-        direct.Direct(loaded, 1, (torch.zeros(1), 1.0))
+    with mock.patch.object(direct, "_cuda", lambda: library):
+        assert not direct._is_known(loaded, (torch.zeros(1), 1.0))
+        library.sizes = [8, 4, 8, 8]
+        assert direct._is_known(loaded, (torch.zeros(1), 1.0))
+        library.sizes = [8, 4, 8]
+        assert not direct._is_known(loaded, (torch.zeros(1), 1.0))

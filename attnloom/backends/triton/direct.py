@@ -94,14 +94,7 @@ class Direct:
         library = _cuda()
         assert library is not None
         self._module, self._function, self.spills = loaded.module, loaded.function, loaded.spills
-        layout = _Layout()
-        self._parts = [
-            _part(layout, kind, arg) for kind, arg in zip(loaded.kinds, args, strict=True)
-        ]
-        scratch = layout.reserve(16, 8)
-        layout.declare(8, scratch)
-        layout.declare(8, scratch + 8)
-        _require_layout(library, loaded.function, layout.sizes)
+        layout, self._parts, scratch = _laid_out(loaded, args)
         self._buffer = ctypes.create_string_buffer(layout.room + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
         base += -base % _MAP_BYTES
@@ -184,7 +177,7 @@ class _Loaded:
 
 
 class _UnknownLayoutError(Exception):
-    """The kernel's parameters are not those that this file writes."""
+    """An argument is of a type that is not written here."""
 
 
 def direct(compiled: Any, grid: int, args: tuple[object, ...]) -> Direct | None:
@@ -214,16 +207,51 @@ def direct(compiled: Any, grid: int, args: tuple[object, ...]) -> Direct | None:
     most = utils.get_device_properties(device)["max_shared_mem"]
     if meta.shared > most:
         raise OutOfResources(meta.shared, most, "shared memory")
-    module, function, _, spills, threads = utils.load_binary(
-        compiled.name, compiled.kernel, meta.shared, device
-    )
-    if 32 * meta.num_warps > threads:
-        raise OutOfResources(32 * meta.num_warps, threads, "threads")
-    loaded = _Loaded(module, function, spills, meta.num_warps, meta.shared, tuple(kinds), maps)
+    key = (compiled.hash, device)
+    loaded = _kernels.get(key)
+    if loaded is None:
+        module, function, _, spills, threads = utils.load_binary(
+            compiled.name, compiled.kernel, meta.shared, device
+        )
+        if 32 * meta.num_warps > threads:
+            raise OutOfResources(32 * meta.num_warps, threads, "threads")
+        loaded = _Loaded(module, function, spills, meta.num_warps, meta.shared, tuple(kinds), maps)
+        if not _is_known(loaded, args):
+            return None
+        _kernels[key] = loaded
+    return Direct(loaded, grid, args)
+
+
+_kernels: dict[tuple[str, int], _Loaded] = {}
+
+
+def _is_known(loaded: _Loaded, args: tuple[object, ...]) -> bool:
+    """Whether the kernel's parameters, by the driver's account, are those written here."""
+    library = _cuda()
+    assert library is not None
     try:
-        return Direct(loaded, grid, args)
+        sizes = _laid_out(loaded, args)[0].sizes
     except _UnknownLayoutError:
-        return None
+        return False
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    for i in range(len(sizes) + 1):
+        status = library.cuFuncGetParamInfo(
+            loaded.function, i, ctypes.byref(offset), ctypes.byref(size)
+        )
+        is_last = i == len(sizes)
+        if bool(status) != is_last or (not is_last and size.value != sizes[i]):
+            return False
+    return True
+
+
+def _laid_out(loaded: _Loaded, args: tuple[object, ...]) -> tuple[_Layout, list[_Part], int]:
+    """Places of all parameters; the last is that of the two scratch pointers."""
+    layout = _Layout()
+    parts = [_part(layout, kind, arg) for kind, arg in zip(loaded.kinds, args, strict=True)]
+    scratch = layout.reserve(16, 8)
+    layout.declare(8, scratch)
+    layout.declare(8, scratch + 8)
+    return layout, parts, scratch
 
 
 def _part(layout: _Layout, kind: Any, arg: Any) -> _Part:
@@ -273,13 +301,3 @@ def _described(layout: _Layout, arg: Any) -> _Part:
     for i in range(rank):
         layout.declare(8, part.number_at + 4 * rank + 8 * i)
     return part
-
-
-def _require_layout(library: ctypes.CDLL, function: int, sizes: list[int]) -> None:
-    """Compare with what the driver says about the kernel's parameters."""
-    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    for i in range(len(sizes) + 1):
-        status = library.cuFuncGetParamInfo(function, i, ctypes.byref(offset), ctypes.byref(size))
-        is_last = i == len(sizes)
-        if bool(status) != is_last or (not is_last and size.value != sizes[i]):
-            raise _UnknownLayoutError
