@@ -38,16 +38,26 @@ def nothing(b, h, q_idx, kv_idx):
     return q_idx < 0
 
 
-def alibi(score, b, h, q_idx, kv_idx):
-    return score + _SLOPES[h] * (kv_idx - q_idx) + 0.01 * b
+def alibi(device):
+    slopes = _SLOPES.to(device)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + slopes[h] * (kv_idx - q_idx) + 0.01 * b
+
+    return mod
 
 
-def bias(score, b, h, q_idx, kv_idx):
-    return score + _BIAS[h, (q_idx - kv_idx).clamp(0, 256)]
+def bias(device):
+    table = _BIAS.to(device)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, (q_idx - kv_idx).clamp(0, 256)]
+
+    return mod
 
 
-def softcap(score, b, h, q_idx, kv_idx):
-    return 5 * torch.tanh(score / 5)
+def softcap(device):
+    return lambda score, b, h, q_idx, kv_idx: 5 * torch.tanh(score / 5)
 
 
 MASKS = {m.__name__: m for m in (causal, window, by_head, by_batch, bidirectional, nothing)}
@@ -86,7 +96,7 @@ class Drawn:
         return PagedKV(*self.stored, self.table)
 
 
-def draw(problem: Problem, seed: int = 0) -> Drawn:
+def draw(problem: Problem, seed: int = 0, device: str = "cpu") -> Drawn:
     rng = torch.Generator().manual_seed(seed)
     lengths = [max(n, c) for n, c in zip(problem.lengths, problem.counts, strict=True)]
     B, q_len, longest = len(lengths), max(1, *problem.counts), max(lengths)
@@ -116,9 +126,9 @@ def draw(problem: Problem, seed: int = 0) -> Drawn:
                 new = torch.randn(problem.Hkv, rows, tensor.size(3), generator=rng)
                 tensor[number, :, :rows] = new.to(problem.dtype)
     table = PageTable(
-        torch.tensor(lengths, dtype=torch.int32),
-        torch.tensor(problem.counts, dtype=torch.int32),
-        pages if problem.page_size else None,
+        torch.tensor(lengths, dtype=torch.int32).to(device),
+        torch.tensor(problem.counts, dtype=torch.int32).to(device),
+        pages.to(device) if problem.page_size else None,
         problem.page_size,
         longest,
     )
@@ -129,15 +139,16 @@ def draw(problem: Problem, seed: int = 0) -> Drawn:
         )
         long = max(256, longest + 1)
         mod = MASKS[problem.mask]
-        mask = create_block_mask(mod, *sizes, long, long, BLOCK_SIZE=problem.block)
-    return Drawn(query, stored, table, mask)  # type: ignore[arg-type]
+        mask = create_block_mask(mod, *sizes, long, long, "cpu", problem.block).to(device)
+    key, value = (t.to(device) for t in stored)
+    return Drawn(query.to(device), (key, value), table, mask)
 
 
-def check(problem: Problem, backend: str) -> None:
+def check(problem: Problem, backend: str, device: str = "cpu") -> None:
     """A backend against the float64 oracle: at most twice the error of the reference in the same
     dtype, and padding exactly 0."""
-    drawn = draw(problem)
-    score = None if problem.score is None else SCORES[problem.score]
+    drawn = draw(problem, device=device)
+    score = None if problem.score is None else SCORES[problem.score](device)
     args = (drawn.query, *drawn.stored, drawn.table, score, drawn.mask)
     want = paged_reference(*args).out
     mask = drawn.mask
@@ -145,7 +156,7 @@ def check(problem: Problem, backend: str) -> None:
         inputs = (drawn.query, drawn.kv, None)
     else:
         inputs = (drawn.query, *drawn.stored)
-        whole = create_block_mask(lambda b, h, q, k: k >= 0, None, None, 1024, 1024)
+        whole = create_block_mask(lambda b, h, q, k: k >= 0, None, None, 1024, 1024, device)
         mask = (mask or whole).for_decode(drawn.table.lengths, drawn.table.counts)
     found = flex_attention(
         *inputs, score, mask, enable_gqa=True, kernel_options={"backend": backend}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import torch
 
 from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
-from attnloom.backends.triton import launch_decode, launch_forward
+from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
 from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.configs import MAX_HEAD_DIM
+from attnloom.backends.triton.current import on_device
 from attnloom.backends.triton.lists import fitted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -29,8 +29,6 @@ class TritonBackend:
                 f"query is on {query.device}; Triton kernels run on CUDA and ROCm devices, and on "
                 "the CPU only when TRITON_INTERPRET=1 was set before the first import."
             )
-        if call.table is not None:
-            return "its sequences have lengths of their own."
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dtype not in _DTYPES:
                 return (
@@ -46,7 +44,9 @@ class TritonBackend:
         return None
 
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
-        with _on(call.query.device):
+        with on_device(call.query.device):
+            if call.table is not None:
+                return launch_paged.attend(call, want_max_scores)
             if launch_decode.is_decode(call):
                 return launch_decode.decode(call, want_max_scores)
             return launch_forward.forward(_fitted(call), want_max_scores)
@@ -61,7 +61,7 @@ class TritonBackend:
     ) -> Gradients:
         from attnloom.backends.triton import launch_backward
 
-        with _on(call.query.device):
+        with on_device(call.query.device):
             return launch_backward.backward(_fitted(call), out, lse, dout, dlse)
 
 
@@ -72,10 +72,3 @@ def _fitted(call: AttentionCall) -> AttentionCall:
         return call
     smaller = fitted(blocks)
     return call if smaller is blocks else replace(call, blocks=smaller)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
