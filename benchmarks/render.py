@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import neighbourhood, tables
 from benchmarks import rows as rows_module
-from benchmarks import tables
 from benchmarks.rows import Row
 from benchmarks.verdict import judge
 
@@ -35,6 +35,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "all": tables.comparison_table,
     "means": tables.mean_table,
     "losses": tables.losses,
+    "neighbourhood": neighbourhood.table,
     "targets": lambda rows: tables.verdict_table(judge(rows)),
 }
 
