@@ -13,8 +13,6 @@ from attnloom.backends.triton.arguments import (
     Triple,
     addressed,
     bind,
-    blank_descriptors,
-    steps,
 )
 from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.decode import combine_kernel, decode_kernel
@@ -23,20 +21,23 @@ from attnloom.backends.triton.fields import (
     Tensors,
     launch_key,
     num_tries,
-    operand_type,
     overhanging_block,
     shared_fields,
-    tma_widths,
 )
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering, group_lists
 from attnloom.backends.triton.packed import pack_double, pack_ints
+from attnloom.backends.triton.preparation import (
+    READY_LIMIT,
+    key_value_blanks,
+    packed_strides,
+    shape_class,
+)
 
 MAX_ROWS = 64  # query heads of a group times queries that count as decode
 MAX_ROWS_IDLE = 128  # the same where a forward would leave processors idle
 _MAX_SPLITS = 128
 _NO_LISTS = (0.0,) * 8
-_READY_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def decode(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     key = launch_key(call, tensors)
     ready = _ready.get(key)
     if ready is None:
-        if len(_ready) >= _READY_LIMIT:
+        if len(_ready) >= READY_LIMIT:
             _ready.clear()
         _ready[key] = _choose(call, tensors)
     else:
@@ -146,29 +147,21 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         0 if key.size(0) == 1 else 1,
         overhanging_block(call),
     )
-    strides = [step for t in tensors.operands for step in steps(t)]
     config = ForwardConfig(
         **shared_fields(call, tensors, tile),
         SINGLE=num_splits == 1,
         WIDTH=triton.next_power_of_2(value.size(3)),
     )
-    blanks = None
-    widths = tma_widths(config)
-    if widths is not None:
-        blanks = (
-            blank_descriptors(key, tile.tile_n, widths[0]),
-            blank_descriptors(value, tile.tile_n, widths[1]),
-        )
     return _Ready(
         Launcher(decode_kernel, config, num_units * num_chunks * num_splits, tile.options),
         Launcher(combine_kernel, config, num_units * num_rows, {"num_warps": 4}),
         tile,
-        blanks,
+        key_value_blanks(config, tensors, tile.tile_n),
         num_units,
         num_splits,
         num_rows,
         pack_ints(shape),
-        pack_ints(strides),
+        packed_strides(tensors),
     )
 
 
@@ -187,17 +180,10 @@ def _num_splits(num_programs: int, num_tiles: int, slots: int) -> int:
 
 
 def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
-    query, key, value, blocks = call.query, call.key, call.value, call.blocks
+    query, key, blocks = call.query, call.key, call.blocks
     limit_n = covering(key.size(2))
     if blocks is not None:
         limit_n = min(limit_n, blocks.kv_block)
     num_rows = query.size(1) // key.size(1) * query.size(2)
-    shape = configs.Shape(
-        width=max(sum(configs.chunks(query.size(3))), sum(configs.chunks(value.size(3)))),
-        itemsize=operand_type(query.dtype, key.dtype, value.dtype).itemsize,
-        by_fused_adds=num_tries(call) == 1,
-        max_m=16 if num_rows <= 16 else MAX_ROWS,
-        max_n=limit_n,
-        num_rows=query.size(0) * query.size(1) * query.size(2),
-    )
+    shape = shape_class(call, 16 if num_rows <= 16 else MAX_ROWS, limit_n)
     return configs.decode_tiles(configs.device_of(query.device), shape)

@@ -15,23 +15,27 @@ from attnloom.backends.triton.arguments import (
     addressed,
     bind,
     blank_descriptors,
-    steps,
 )
 from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
+    chunk_widths,
     launch_key,
     num_tries,
-    operand_type,
     overhanging_block,
     shared_fields,
-    tma_widths,
 )
 from attnloom.backends.triton.forward import forward_kernel
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering, work_lists
 from attnloom.backends.triton.packed import pack_double, pack_ints
+from attnloom.backends.triton.preparation import (
+    READY_LIMIT,
+    key_value_blanks,
+    packed_strides,
+    shape_class,
+)
 
 _NO_LISTS = (0.0,) * 8
 
@@ -50,7 +54,6 @@ class _Ready:
     strides: tuple[float, ...]
 
 
-_READY_LIMIT = 4096
 _ready: dict[tuple[object, ...], _Ready] = {}
 
 
@@ -60,7 +63,7 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     key = launch_key(call, tensors)
     ready = _ready.get(key)
     if ready is None:
-        if len(_ready) >= _READY_LIMIT:
+        if len(_ready) >= READY_LIMIT:
             _ready.clear()
         _ready[key] = _choose(call, tensors)
     else:
@@ -118,43 +121,26 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         heads_together(call, configs.device_of(query.device)),
         overhanging_block(call),
     )
-    strides = [step for t in tensors.operands for step in steps(t)]
     config = ForwardConfig(**shared_fields(call, tensors, tile))
+    blanks = None
+    others = key_value_blanks(config, tensors, tile.tile_n)
+    if others is not None:
+        blanks = (blank_descriptors(query, tile.tile_m, chunk_widths(config, "D")), *others)
     return _Ready(
         Launcher(forward_kernel, config, num_tiles * batch * heads, tile.options),
         tile,
-        _blanks(config, tensors, tile),
+        blanks,
         pack_ints(shape),
-        pack_ints(strides),
-    )
-
-
-def _blanks(
-    config: ForwardConfig, tensors: Tensors, tile: configs.Tile
-) -> tuple[Triple, Triple, Triple] | None:
-    widths = tma_widths(config)
-    if widths is None:
-        return None
-    return (
-        blank_descriptors(tensors.query, tile.tile_m, widths[0]),
-        blank_descriptors(tensors.key, tile.tile_n, widths[0]),
-        blank_descriptors(tensors.value, tile.tile_n, widths[1]),
+        packed_strides(tensors),
     )
 
 
 def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
-    query, key, value, blocks = call.query, call.key, call.value, call.blocks
+    query, key, blocks = call.query, call.key, call.blocks
     limit_m, limit_n = covering(query.size(2)), covering(key.size(2))
     if blocks is not None:
         limit_m, limit_n = min(limit_m, blocks.q_block), min(limit_n, blocks.kv_block)
-    shape = configs.Shape(
-        width=max(sum(configs.chunks(query.size(3))), sum(configs.chunks(value.size(3)))),
-        itemsize=operand_type(query.dtype, key.dtype, value.dtype).itemsize,
-        by_fused_adds=num_tries(call) == 1,
-        max_m=limit_m,
-        max_n=limit_n,
-        num_rows=query.size(0) * query.size(1) * query.size(2),
-    )
+    shape = shape_class(call, limit_m, limit_n)
     return configs.forward_tiles(configs.device_of(query.device), shape)
 
 
