@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from attnloom.errors import OptionError, ShapeError, UnsupportedError
-from attnloom.masking import display, portable, tokens, views
+from attnloom.masking import display, portable, tokens, versions, views
 from attnloom.masking import lists as block_lists
 from attnloom.masking.arguments import check_mask_mod, read_int, read_lengths, shown
 from attnloom.masking.constructors import KnownMasks
@@ -305,6 +305,7 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
             )
         out = self.from_lists(lists, mask_mod, batch_dims, self._has_full_lists)
         out._has_q_blocks = self._has_q_blocks
+        out._reading = versions.handed_on(self._reading, out.mask_mod)
         out.dq_kv_order_spt = self.dq_kv_order_spt
         if self.dq_write_order is not None:
             out.compute_write_order(bool(self.dq_kv_order_spt))

@@ -12,6 +12,7 @@ from attnloom.backends import mask_builders
 from attnloom.block_mask import BlockMask
 from attnloom.errors import ModError, OptionError, ShapeError
 from attnloom.ir.node import DType
+from attnloom.masking import versions
 from attnloom.masking.arguments import check_flag, read_data_device, read_device, read_int, shown
 from attnloom.masking.build import build_lists
 from attnloom.masking.captures import captured_tensors
@@ -86,6 +87,7 @@ def create_block_mask(
     grid = TileGrid(*sizes, *block_size_pair(BLOCK_SIZE))
     lists = build_lists(mask_mod, grid, where, separate_full_blocks)
     mask = BlockMask.from_lists(lists, mask_mod, sizes[:2], separate_full_blocks)
+    mask._reading = versions.read(mask_mod)
     if compute_dq_write_order:
         mask.compute_write_order(dq_kv_order)
     return mask

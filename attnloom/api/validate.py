@@ -13,6 +13,7 @@ import torch
 
 from attnloom.block_mask import BlockMask
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+from attnloom.masking import versions
 from attnloom.masking.arguments import check_flag, shown
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -149,13 +150,15 @@ def check_mask(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) ->
     """Lengths, batch, heads and device of a mask against the inputs it is used with.
 
     Raises:
-        ShapeError, DeviceError, OptionError (not an attnloom.BlockMask).
+        ShapeError, DeviceError, OptionError (not an attnloom.BlockMask), ModError (a captured
+        tensor was changed since the mask was built).
     """
     check_mask_type(block_mask)
     q_len, kv_len = block_mask.shape[-2:]
     if query.size(2) != q_len or key.size(2) != kv_len:
         _explain_lengths(block_mask, query.size(2), key.size(2))
     check_mask_batch(block_mask, query)
+    versions.check(block_mask)
 
 
 def check_mask_type(block_mask: object) -> None:

@@ -123,7 +123,7 @@ def _rebuilder(value: Any) -> Callable[[_Mapper, Any], Any] | None:
 
 def _map_function(mapper: _Mapper, fn: types.FunctionType) -> types.FunctionType:
     cells = fn.__closure__ or ()
-    filled = [cell for cell in cells if _is_filled(cell)]
+    filled = [cell for cell in cells if is_filled(cell)]
     contents, closure_changed = mapper.many([cell.cell_contents for cell in filled])
     defaults, defaults_changed = mapper.many(fn.__defaults__ or ())
     named = fn.__kwdefaults__ or {}
@@ -158,7 +158,7 @@ def _mapped_globals(mapper: _Mapper, fn: types.FunctionType) -> dict[str, Any]:
     return patched
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def is_filled(cell: types.CellType) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -224,7 +224,7 @@ def _structure_key(value: Any, seen: frozenset[int]) -> Any:
     seen = seen | {id(value)}
     parts: tuple[Any, ...]
     if isinstance(value, types.FunctionType):
-        cells = [c.cell_contents for c in value.__closure__ or () if _is_filled(c)]
+        cells = [c.cell_contents for c in value.__closure__ or () if is_filled(c)]
         named = value.__kwdefaults__ or {}
         head: Any = (value.__code__, id(value.__globals__), tuple(named))
         parts = (*cells, *(value.__defaults__ or ()), *named.values())

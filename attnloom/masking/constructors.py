@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from typing_extensions import Self
 
 from attnloom.errors import DtypeError, ShapeError
-from attnloom.masking import known_masks
+from attnloom.masking import known_masks, versions
 from attnloom.masking.arguments import (
     check_flag,
     check_mask_mod,
@@ -21,11 +21,17 @@ from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import BlockLists, TileGrid, block_size_pair
 from attnloom.masking.views import MaskMod, noop_mask
 
+Mask = TypeVar("Mask", bound="KnownMasks")
+
 
 class KnownMasks:
     """Mixed into BlockMask; every mask here captures its tables, so partial tiles are exact."""
 
+    # of the tensors that lists were made from; None where nobody knows
+    _reading: versions.Reading | None = None
+
     if TYPE_CHECKING:
+        mask_mod: MaskMod
 
         @classmethod
         def from_lists(
@@ -62,7 +68,7 @@ class KnownMasks:
                 table = table.narrow(dim, 0, 1)
         lists = known_masks.table_lists(table, block_size_pair(BLOCK_SIZE))
         mod = known_masks.bind_tables(known_masks.table_mask, table)
-        return cls.from_lists(lists, mod, batch_dims)
+        return _read(cls.from_lists(lists, mod, batch_dims))
 
     @classmethod
     @outside_graph
@@ -177,7 +183,7 @@ class KnownMasks:
             lists = known_masks.range_lists(ranges, block)
         else:
             lists = build_lists(mod, ranges.grid(block), cu_q.device)
-        return cls.from_lists(lists, mod)
+        return _read(cls.from_lists(lists, mod))
 
     @classmethod
     @outside_graph
@@ -223,7 +229,12 @@ class KnownMasks:
         else:
             grid = TileGrid(B, 1, ids_q.shape[1], ids_kv.shape[1], *block)
             lists = build_lists(mod, grid, ids_q.device)
-        return cls.from_lists(lists, mod, (B, 1))
+        return _read(cls.from_lists(lists, mod, (B, 1)))
+
+
+def _read(mask: Mask) -> Mask:
+    mask._reading = versions.read(mask.mask_mod)
+    return mask
 
 
 def _last(cumulative: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from attnloom.masking import captures, pickling
+from attnloom.masking import captures, pickling, versions
 from attnloom.masking.arguments import read_device
 
 _TENSORS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
@@ -26,6 +26,7 @@ _STATIC = (
 def move(mask: Any, device: torch.device | str) -> Any:
     """See BlockMask.to."""
     where = read_device(device)
+    versions.check(mask)
 
     def to(value: Any) -> Any:
         return value.to(where) if isinstance(value, torch.Tensor) else value
@@ -39,11 +40,14 @@ def move(mask: Any, device: torch.device | str) -> Any:
     for name in _TENSORS:
         setattr(out, name, to(getattr(mask, name)))
     out.mask_mod = captures.map_captures(mask.mask_mod, torch.Tensor, to, with_globals=True)
+    if mask._reading is not None:
+        out._reading = versions.read(out.mask_mod)
     return out
 
 
 def reduce_mask(mask: Any) -> tuple[Any, ...]:
     """For pickle: by the lists alone; dense tensors are computed again."""
+    versions.check(mask)
     code, captured = pickling.dump_mod(mask.mask_mod)
     state = {name: getattr(mask, name) for name in (*_STATIC, *_TENSORS)}
     lists = mask.lists()
@@ -57,6 +61,7 @@ def _restore(
     mask = _blank(cls, state)
     mask._lists = replace(lists, row_offsets=tensors[0], entries=tensors[1])
     mask.mask_mod = pickling.load_mod(code, captured)
+    mask._reading = versions.read(mask.mask_mod)
     return mask
 
 
