@@ -32,13 +32,24 @@ def check(case: Case, **options) -> None:
     check_attention(case, attnloom_with("cuda", backend="gluon", **options), backward=False)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+# at D = 64 a tile has rows of several blocks of the mask, and its consumers take turns; at D = 128
+# products overlap with exponentials
+WIDE = ["plain", "causal", "relative_distance", "softcap", "document_unsorted_per_batch", "alibi"]
+WIDE += ["key_padding", "bool_table_mask", "document_relative_softcap", "full_bias"]
+
+
 @pytest.mark.parametrize("mod", sorted(MODS))
-def test_every_mod(mod: str, D: int) -> None:
-    check(Case(mod, replace(SIZES, D=D, Dv=D), BF16))
+def test_every_mod(mod: str) -> None:
+    check(Case(mod, SIZES, BF16))
 
 
-@pytest.mark.parametrize("mod", ["plain", "causal", "relative_bias", "softcap", "alibi"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mod", WIDE)
+def test_wider_heads(mod: str, dtype: torch.dtype) -> None:
+    check(Case(mod, replace(SIZES, D=128, Dv=128), dtype))
+
+
+@pytest.mark.parametrize("mod", ["plain", "relative_bias", "softcap", "alibi", "document"])
 def test_half(mod: str) -> None:
     check(Case(mod, SIZES, FP16))
 
@@ -47,10 +58,10 @@ HEAD_DIMS = [(8, 8), (16, 64), (72, 40), (80, 80), (96, 96), (128, 64), (64, 128
 HEAD_DIMS += [(192, 128), (64, 200), (256, 256), (256, 64), (136, 256)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mod", ["plain", "causal_head_slope"])
 @pytest.mark.parametrize(("D", "Dv"), HEAD_DIMS)
-def test_head_dims(D: int, Dv: int, mod: str, dtype: torch.dtype) -> None:
+def test_head_dims(D: int, Dv: int, mod: str) -> None:
+    dtype = FP16 if D % 16 and mod == "plain" else BF16
     check(Case(mod, replace(SIZES, D=D, Dv=Dv), dtype))
 
 
@@ -69,7 +80,7 @@ def test_transposed_layout() -> None:
     check(Case("relative_bias", SIZES, BF16, layout="transposed"))
 
 
-@pytest.mark.parametrize("block_size", [256, 1024, (128, 256), (512, 128)], ids=str)
+@pytest.mark.parametrize("block_size", [256, 1024, (64, 128), (512, 128)], ids=str)
 @pytest.mark.parametrize("mod", ["window_with_sinks", "every_second_row", "dilated_by_head"])
 def test_block_sizes(mod: str, block_size: int | tuple[int, int]) -> None:
     check(Case(mod, replace(SIZES, Q_LEN=700, KV_LEN=900), BF16, block_size=block_size))

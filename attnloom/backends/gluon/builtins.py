@@ -8,9 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Renamed after 3.6: a tile to shared memory (descriptor, coordinates, barrier, memory), and from it
+# (descriptor, coordinates, memory).
+if "async_store" in tma.__all__:
+    async_load, async_store = tma.async_load, tma.async_store
+else:
+    async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 
 @builtin
 def scalar(value: Any, dtype: Any, _semantic: Any = None) -> Any:
     """A scalar of a type. `tl.full((), ...)` asks for a layout here, which a scalar has none of."""
     return _semantic.scalar_constant(_unwrap_if_constexpr(value), _unwrap_if_constexpr(dtype))
+
+
+@builtin
+def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Shared memory with another shape and layout; the method's name depends on the version."""
+    found = getattr(memory, "reinterpret", None) or memory._reinterpret
+    return found(dtype, shape, layout, _semantic=_semantic)

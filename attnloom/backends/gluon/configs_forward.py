@@ -14,7 +14,7 @@ class Form:
     """One way to run the kernel; see forward_shared.py and forward_sm90.py.
 
     registers, load_registers: a thread, of consumers after the first and of the producer; the first
-        consumer has what is left.
+        consumer has what is left. column_registers: the same where a warp looks up keys.
     """
 
     consumers: int
@@ -25,10 +25,15 @@ class Form:
     out_in_q: bool
     registers: int
     load_registers: int
+    column_registers: tuple[int, int]
 
     @property
     def tile_m(self) -> int:
         return self.consumers * ROWS
+
+    def is_apart(self, q_block: int) -> bool:
+        """Whether rows of a tile may lie in several blocks of a mask."""
+        return q_block % self.tile_m != 0
 
 
 def width_of(head_dim: int) -> int:
@@ -39,20 +44,27 @@ def width_of(head_dim: int) -> int:
 # The larger of D and Dv as covered -> forms, best first.
 _FORMS: dict[int, tuple[Form, ...]] = {
     64: (
-        Form(3, 128, 2, 2, False, False, 160, 32),
-        Form(2, 128, 2, 2, True, False, 240, 24),
+        Form(3, 128, 2, 2, False, False, 160, 32, (152, 56)),
+        Form(2, 128, 2, 2, True, False, 240, 24, (232, 40)),
     ),
-    128: (Form(2, 128, 2, 2, True, False, 240, 24),),
-    256: (Form(2, 64, 2, 1, True, True, 240, 24),),
+    128: (
+        Form(2, 128, 2, 2, True, False, 240, 24, (232, 40)),
+        Form(2, 128, 2, 1, True, True, 240, 24, (232, 40)),
+    ),
+    256: (
+        Form(2, 64, 2, 1, True, True, 240, 24, (232, 40)),
+        Form(2, 64, 2, 1, True, False, 240, 24, (232, 40)),
+    ),
 }
 
 
 @functools.lru_cache(maxsize=256)
-def forms(width: int, max_m: int | None, max_n: int | None) -> tuple[Form, ...]:
-    """Forms to try, best first; max_m, max_n: sizes that tiles must divide (blocks of a mask)."""
+def forms(width: int, value_width: int, kv_block: int | None) -> tuple[Form, ...]:
+    """Forms to try, best first. width, value_width: D and Dv as covered. kv_block: of the mask; a
+    step lies in one block of keys."""
     return tuple(
         form
-        for form in _FORMS[width]
-        if (max_m is None or max_m % form.tile_m == 0)
-        and (max_n is None or max_n % form.tile_n == 0)
+        for form in _FORMS[max(width, value_width)]
+        if (kv_block is None or kv_block % form.tile_n == 0)
+        and (value_width <= width or not form.out_in_q)
     )

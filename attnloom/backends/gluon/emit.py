@@ -109,5 +109,10 @@ def emit_mask(program: Program, target: Target) -> str:
     return gluon_module(*writer.outer(), writer.body(""))
 
 
+def column_values(program: Program) -> list[int]:
+    """The nodes whose values `column` of a program's fragment gives, in order."""
+    return LevelWriter(program, "", Target()).column
+
+
 def gluon_module(*parts: str) -> str:
     return module_text(_BUILTINS, *parts)

@@ -9,12 +9,22 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.configs_forward import Form, width_of
+from attnloom.backends.gluon.emit import column_values
 from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.device_math import LOG2_E
 from attnloom.backends.triton.fields import target_of, triton_type
+from attnloom.ir.node import Axes, BoundProgram, DType
+
+_COLUMN_TYPES = {
+    DType.BOOL: gl.int8,
+    DType.I32: gl.int32,
+    DType.I64: gl.int64,
+    DType.F32: gl.float32,
+}
+_MAX_COLUMNS = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,9 +33,11 @@ class ForwardSm90Config(KernelConfig):
     forward_shared.py.
 
     D, DV: head dimensions as tiles cover them. SUB: steps in a block of keys of the mask.
-    HAS_TAIL: the last step reaches past KV_LEN. MAY_MASK: HAS_MASK or HAS_TAIL. NEEDS_KEYS:
-        consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
+    APART: consumers of a tile may have different live blocks.
     HAS_SCORE, HAS_BIAS: the score_mod has an inner part, and a linear bias (score_form.py).
+    HAS_TAIL: the last step reaches past KV_LEN. MAY_MASK: any of HAS_MASK, HAS_TAIL, APART.
+    NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
+    NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     UNSCALED: x is the raw product. BAKED: FACTOR and BASE are literals.
     OUT_IN_Q: results leave from where the queries were.
     """
@@ -44,6 +56,7 @@ class ForwardSm90Config(KernelConfig):
     OPERAND: gl.dtype
     SUB: int
     HAS_LISTS: bool
+    APART: bool
     HAS_SCORE: bool
     HAS_BIAS: bool
     HAS_MASK: bool
@@ -51,6 +64,9 @@ class ForwardSm90Config(KernelConfig):
     MAY_MASK: bool
     NEEDS_KEYS: bool
     MAY_BE_EMPTY: bool
+    NUM_COLUMNS: int
+    COLUMN0: gl.dtype
+    COLUMN1: gl.dtype
     WANT_MAX: bool
     UNSCALED: bool
     BAKED: bool
@@ -107,9 +123,12 @@ def config_of(
     query, key, value, blocks = call.query, call.key, call.value, call.blocks
     scales = scales_of(call, score)
     has_tail = key.size(2) % (form.tile_n if blocks is None else blocks.kv_block) != 0
-    may_mask = call.mask is not None or has_tail
+    apart = blocks is not None and form.is_apart(blocks.q_block)
+    may_mask = call.mask is not None or has_tail or apart
     has_score = score is not None and score.inner is not None
     has_bias = score is not None and score.bias is not None
+    columns = looked_up(call.mask)
+    load = form.column_registers if columns else (form.registers, form.load_registers)
     return ForwardSm90Config(
         CONSUMERS=form.consumers,
         TILE_N=form.tile_n,
@@ -118,13 +137,14 @@ def config_of(
         Q_STAGES=form.q_stages,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
-        REGISTERS=form.registers,
-        LOAD_REGISTERS=form.load_registers,
+        REGISTERS=load[0],
+        LOAD_REGISTERS=load[1],
         D=width_of(query.size(3)),
         DV=width_of(value.size(3)),
         OPERAND=triton_type(query.dtype),
         SUB=1 if blocks is None else blocks.kv_block // form.tile_n,
         HAS_LISTS=blocks is not None,
+        APART=apart,
         HAS_SCORE=has_score,
         HAS_BIAS=has_bias,
         HAS_MASK=call.mask is not None,
@@ -132,6 +152,9 @@ def config_of(
         MAY_MASK=may_mask,
         NEEDS_KEYS=may_mask or has_score or has_bias,
         MAY_BE_EMPTY=blocks is not None,
+        NUM_COLUMNS=len(columns),
+        COLUMN0=columns[0] if columns else gl.int32,
+        COLUMN1=columns[1] if len(columns) > 1 else gl.int32,
         WANT_MAX=want_max_scores,
         UNSCALED=scales.unscaled,
         BAKED=scales.baked,
@@ -139,6 +162,23 @@ def config_of(
         BASE=scales.base if scales.baked else 0.0,
         **_fragments(call, score),
     )
+
+
+def looked_up(mask: BoundProgram | None) -> tuple[gl.dtype, ...]:
+    """Types of the values of keys that a mask looks up, as a warp of its own leaves them for the
+    consumers; none if it looks up nothing by key alone, or more values than there is room for."""
+    if mask is None:
+        return ()
+    program = mask.program
+    columns = [program.nodes[i] for i in column_values(program)]
+    loads = any(
+        node.op == "load" and axes & Axes.KV and not axes & Axes.Q
+        for node, axes in zip(program.nodes, program.axes, strict=True)
+    )
+    types = tuple(_COLUMN_TYPES.get(node.dtype) for node in columns)
+    if not loads or len(types) > _MAX_COLUMNS or None in types:
+        return ()
+    return types  # type: ignore[return-value]
 
 
 def _fragments(call: AttentionCall, score: ScoreForm | None) -> dict[str, Any]:

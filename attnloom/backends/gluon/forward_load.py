@@ -8,11 +8,14 @@ the tile before are under way. Glossary: forward_shared.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.forward_shared import (
+    FLAG_BITS,
     ROWS,
     give_job,
+    key_tile,
     phase_of,
     put,
     query_phase,
@@ -24,26 +27,28 @@ from attnloom.backends.gluon.forward_shared import (
 @gluon.jit
 def _box(tile, N: gl.constexpr, COLS: gl.constexpr, cfg: gl.constexpr):
     """A tile as the descriptors of [B, H, L, D] tensors see it."""
-    return tile._reinterpret(cfg.OPERAND, [1, 1, N, COLS], gl.NVMMASharedLayout(128, 16, 4))
+    return bi.reinterpret(tile, cfg.OPERAND, [1, 1, N, COLS], gl.NVMMASharedLayout(128, 16, 4))
 
 
 @gluon.jit
 def _load_step(k_desc, v_desc, mem, b, h, tag, n, cfg: gl.constexpr):
     N: gl.constexpr = cfg.TILE_N
     slot, phase = slot_of(n, cfg), phase_of(n, cfg) ^ 1
-    row = (tag >> 1) * N
+    row = key_tile(tag, cfg) * N
     full = mem.k_full.index(slot)
     mbarrier.wait(mem.k_empty.index(slot), phase)
     if cfg.NEEDS_KEYS:
         put(mem.tags.index(slot), tag)
+    if cfg.NUM_COLUMNS > 0:
+        mbarrier.arrive(mem.tag_full.index(slot), count=1)
     mbarrier.expect(full, N * cfg.D * 2)
     k_box = _box(mem.k.index(slot), N, cfg.D, cfg)
-    tma.async_copy_global_to_shared(k_desc, [b, h, row, 0], full, k_box)
+    bi.async_load(k_desc, [b, h, row, 0], full, k_box)
     full = mem.v_full.index(slot)
     mbarrier.wait(mem.v_empty.index(slot), phase)
     mbarrier.expect(full, N * cfg.DV * 2)
     v_box = _box(mem.v.index(slot), N, cfg.DV, cfg)
-    tma.async_copy_global_to_shared(v_desc, [b, h, row, 0], full, v_box)
+    bi.async_load(v_desc, [b, h, row, 0], full, v_box)
 
 
 @gluon.jit
@@ -55,7 +60,7 @@ def _load_query(q_desc, mem, b, h, tile, n, cfg: gl.constexpr):
         mbarrier.expect(full, ROWS * cfg.D * 2)
         box = _box(mem.q.index(slot), ROWS, cfg.D, cfg)
         row = (tile * cfg.CONSUMERS + i) * ROWS
-        tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], full, box)
+        bi.async_load(q_desc, [b, h, row, 0], full, box)
 
 
 @gluon.jit
@@ -91,11 +96,15 @@ def _first_entry(lists, first, last, cfg: gl.constexpr):
 def _load_keys(k_desc, v_desc, lists, mem, b, h, first, last, entry, overhang, n,
                cfg: gl.constexpr):  # fmt: skip
     """The steps first .. last - 1 of a list; returns the number of the next step of the ring."""
+    SHIFT: gl.constexpr = FLAG_BITS if cfg.APART else 1
+    PARTIAL: gl.constexpr = 21 if cfg.APART else 1  # one bit a consumer
     for t in range(first, last):
         if cfg.HAS_LISTS:
-            block = entry >> 1
-            key_tile = block * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)
-            tag = key_tile * 2 + ((entry & 1) | (block == overhang).to(gl.int32))
+            block = entry >> SHIFT
+            tile = block * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)
+            flags = entry & ((1 << SHIFT) - 1)
+            flags = gl.where(block == overhang, flags | PARTIAL, flags)
+            tag = (tile << SHIFT) | flags
             # loaded a step ahead: a load in place would delay the copies by its latency
             entry = gl.load(lists[0] + gl.minimum((t + 1) // cfg.SUB, last // cfg.SUB - 1))
         else:

@@ -11,7 +11,8 @@ SliceLayout(1, L) and one of keys SliceLayout(0, L). Glossary: forward_shared.py
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.forward_shared import ROWS
+from attnloom.backends.gluon.forward_columns import read_columns
+from attnloom.backends.gluon.forward_shared import ROWS, key_tile
 from attnloom.backends.triton.device_math import LN_2
 
 
@@ -63,7 +64,7 @@ def contexts(score_args, mask_args, b, h, queries, q_offset, cfg: gl.constexpr):
 
 @gluon.jit
 def key_positions(tag, L: gl.constexpr, cfg: gl.constexpr):
-    return (tag >> 1) * cfg.TILE_N + gl.arange(0, cfg.TILE_N, gl.SliceLayout(0, L))
+    return key_tile(tag, cfg) * cfg.TILE_N + gl.arange(0, cfg.TILE_N, gl.SliceLayout(0, L))
 
 
 @gluon.jit
@@ -97,21 +98,28 @@ def row_bias(context, tag, cfg: gl.constexpr):
     if cfg.HAS_BIAS:
         b, h, queries, _, _, bias = context
         args, head, _ = bias
-        return cfg.BIAS_AT(args, head, b, h, queries, (tag >> 1) * cfg.TILE_N)
+        return cfg.BIAS_AT(args, head, b, h, queries, key_tile(tag, cfg) * cfg.TILE_N)
     else:
         return 0.0
 
 
 @gluon.jit
-def masked(s, context, keys, q_offset, kv_offset, kv_len, cfg: gl.constexpr):
-    """-inf where the mask is false and past the last key."""
+def masked(s, context, mem, n, keys, live, at, L: gl.constexpr, cfg: gl.constexpr):
+    """-inf where the mask is false and past the last key. live: whether the consumer's block is.
+    n, at: see forward_sm90.consume."""
+    q_offset, kv_offset, kv_len, _, _ = at
+    if cfg.APART:
+        s = gl.where(live, s, float("-inf"))
     if cfg.HAS_TAIL:
         s = gl.where((keys < kv_len)[None, :], s, float("-inf"))
     if cfg.HAS_MASK:
         b, h, queries, _, mask, _ = context
         args, head, row = mask
         q, kv = queries + q_offset, keys + kv_offset
-        column = cfg.MASK_COLUMN(args, head, b, h, kv)
+        if cfg.NUM_COLUMNS > 0:
+            column = read_columns(mem, n, L, cfg)
+        else:
+            column = cfg.MASK_COLUMN(args, head, b, h, kv)
         s = gl.where(cfg.MASK_BODY(args, head, row, column, b, h, q, kv, 1), s, float("-inf"))
     return s
 

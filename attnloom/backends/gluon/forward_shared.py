@@ -5,7 +5,8 @@ Glossary, beyond backends/triton/forward.py
     step         TILE_N keys and values against the tile's queries
     ring         STAGES slots that steps take in turn, with a barrier for full and one for empty
     slot, phase  of the n-th step: n & (STAGES - 1), and the parity of how often that was used
-    tag          of a step: key tile * 2 + whether the mask is to be applied
+    tag          of a step: key tile * 2 + whether the mask is to be applied; APART: as an entry of
+                 merged_lists.py, with the key tile in place of the block
     job          of a tile: its number (-1: no more), b * Hq + h, its number of steps
 """
 
@@ -14,7 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-ROWS = gl.constexpr(64)  # queries of a consumer
+from attnloom.backends.gluon import configs_forward, merged_lists
+
+ROWS = gl.constexpr(configs_forward.ROWS)  # queries of a consumer
+FLAG_BITS = gl.constexpr(merged_lists.FLAG_BITS)
 
 _Memory = gl.shared_memory_descriptor
 
@@ -24,7 +28,8 @@ class Shared:
     """Tiles and barriers in shared memory.
 
     q: [Q_STAGES * CONSUMERS, ROWS, D]; k: [STAGES, TILE_N, D]; v: [STAGES, TILE_N, DV];
-    out: [CONSUMERS, ROWS, DV], where results leave from; jobs: [2, 4]; tags: [STAGES, 1].
+    out: [CONSUMERS, ROWS, DV], where results leave from; jobs: [2, 4]; tags: [STAGES, 1];
+    columns: up to two of [STAGES, TILE_N], see forward_columns.py.
     """
 
     q: _Memory
@@ -33,6 +38,10 @@ class Shared:
     out: _Memory
     jobs: _Memory
     tags: _Memory
+    column0: _Memory
+    column1: _Memory
+    tag_full: _Memory
+    column_full: _Memory
     q_full: _Memory
     q_empty: _Memory
     k_full: _Memory
@@ -44,11 +53,13 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, out, jobs, tags, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        job_full, job_empty,
+        self, q, k, v, out, jobs, tags, column0, column1, tag_full, column_full, q_full, q_empty,
+        k_full, k_empty, v_full, v_empty, job_full, job_empty,
     ):  # fmt: skip
         self.q, self.k, self.v, self.out = q, k, v, out
         self.jobs, self.tags = jobs, tags
+        self.column0, self.column1 = column0, column1
+        self.tag_full, self.column_full = tag_full, column_full
         self.q_full, self.q_empty = q_full, q_empty
         self.k_full, self.k_empty = k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
@@ -62,18 +73,29 @@ def allocate(cfg: gl.constexpr):
     Q: gl.constexpr = cfg.Q_STAGES * C
     TILES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    READERS: gl.constexpr = C + (1 if cfg.NUM_COLUMNS > 0 else 0)  # of jobs and tags
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(cfg.OPERAND, [Q, ROWS, cfg.D], TILES)
     out = q
     if not cfg.OUT_IN_Q:
         out = gl.allocate_shared_memory(cfg.OPERAND, [C, ROWS, cfg.DV], TILES)
+    tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
+    column0, column1 = tags, tags
+    if cfg.NUM_COLUMNS > 0:
+        column0 = gl.allocate_shared_memory(cfg.COLUMN0, [S, cfg.TILE_N], SCALARS)
+    if cfg.NUM_COLUMNS > 1:
+        column1 = gl.allocate_shared_memory(cfg.COLUMN1, [S, cfg.TILE_N], SCALARS)
     mem = Shared(
         q,
         gl.allocate_shared_memory(cfg.OPERAND, [S, cfg.TILE_N, cfg.D], TILES),
         gl.allocate_shared_memory(cfg.OPERAND, [S, cfg.TILE_N, cfg.DV], TILES),
         out,
         gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
-        gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS),
+        tags,
+        column0,
+        column1,
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
@@ -88,10 +110,12 @@ def allocate(cfg: gl.constexpr):
         mbarrier.init(mem.q_empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(mem.job_full.index(i), count=1)
-        mbarrier.init(mem.job_empty.index(i), count=C)
+        mbarrier.init(mem.job_empty.index(i), count=READERS)
     for i in gl.static_range(S):
         mbarrier.init(mem.k_full.index(i), count=1)
-        mbarrier.init(mem.k_empty.index(i), count=C)
+        mbarrier.init(mem.k_empty.index(i), count=READERS)
+        mbarrier.init(mem.tag_full.index(i), count=1)
+        mbarrier.init(mem.column_full.index(i), count=1)
         mbarrier.init(mem.v_full.index(i), count=1)
         mbarrier.init(mem.v_empty.index(i), count=C)
     fence_async_shared()
@@ -132,9 +156,9 @@ def give_job(mem, n, tile, unit, steps):
 
 @gluon.jit
 def take_job(mem, n):
-    """(tile, unit, steps) of the n-th tile, for a consumer."""
+    """(tile, unit, steps) of the n-th tile."""
     slot = n & 1
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     mbarrier.wait(mem.job_full.index(slot), (n >> 1) & 1)
     i = gl.arange(0, 4, LAYOUT)
     job = mem.jobs.index(slot).load(LAYOUT)
@@ -146,6 +170,32 @@ def take_job(mem, n):
 
 
 @gluon.jit
+def key_tile(tag, cfg: gl.constexpr):
+    if cfg.APART:
+        return tag >> FLAG_BITS
+    else:
+        return tag >> 1
+
+
+@gluon.jit
+def is_full(tag, CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Whether a consumer keeps all scores of a step."""
+    if cfg.APART:
+        return ((tag >> (2 * CONSUMER)) & 3) == 2
+    else:
+        return (tag & 1) == 0
+
+
+@gluon.jit
+def all_full(tag, cfg: gl.constexpr):
+    """Whether every consumer keeps all scores of a step."""
+    if cfg.APART:
+        return (tag & ((1 << FLAG_BITS) - 1)) == (42 if cfg.CONSUMERS == 3 else 10)
+    else:
+        return (tag & 1) == 0
+
+
+@gluon.jit
 def put(dst, value):
     """A scalar to shared memory, by a warp of its own."""
     dst.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -153,5 +203,5 @@ def put(dst, value):
 
 @gluon.jit
 def get(src):
-    """A scalar from shared memory, by a warpgroup."""
-    return gl.sum(src.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    """A scalar from shared memory."""
+    return gl.sum(src.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)

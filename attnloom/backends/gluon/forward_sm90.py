@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnloom.backends.gluon import builtins as bi
+from attnloom.backends.gluon.forward_columns import write_columns
 from attnloom.backends.gluon.forward_load import load_tiles
 from attnloom.backends.gluon.forward_math import (
     columns,
@@ -43,6 +45,7 @@ from attnloom.backends.gluon.forward_shared import (
     ROWS,
     allocate,
     get,
+    is_full,
     phase_of,
     query_phase,
     query_slot,
@@ -73,22 +76,29 @@ def _prepare(mem, slot, live, context, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, prepared, context, state, at, L: gl.constexpr, cfg: gl.constexpr):
+def _weights(
+    s, mem, n, prepared, context, state, at, CONSUMER: gl.constexpr, L: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """The softmax of a step: (p, m_i, l_i, alpha). at: see `consume`."""
     tag, keys, column = prepared
-    q_offset, kv_offset, kv_len, factor, base = at
+    _, _, _, factor, base = at
     bias = row_bias(context, tag, cfg)
     s = modified(s, context, column, keys, factor, cfg)
     if cfg.MAY_MASK:
-        if (tag & 1) != 0:
-            s = masked(s, context, keys, q_offset, kv_offset, kv_len, cfg)
+        if not is_full(tag, CONSUMER, cfg):
+            live = True
+            if cfg.APART:
+                live = (tag >> (2 * CONSUMER + 1)) & 1 != 0
+            s = masked(s, context, mem, n, keys, live, at, L, cfg)
     return softmax_step(s, bias, state[0], state[1], base, L, cfg)
 
 
 @gluon.jit
 def _overlapped_step(
-    q, mem, n, acc, p, state, context, at, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
-):
+    q, mem, n, acc, p, state, context, at, CONSUMER: gl.constexpr, L: gl.constexpr,
+    OUT: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
     """Scores and exponentials of step n, the output of step n - 1."""
     slot, last = slot_of(n, cfg), slot_of(n - 1, cfg)
     mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
@@ -98,7 +108,7 @@ def _overlapped_step(
     prepared = _prepare(mem, slot, True, context, L, cfg)
     s = warpgroup_mma_wait(1, [s])
     mbarrier.arrive(mem.k_empty.index(slot))
-    weights, m_i, l_i, alpha = _weights(s, prepared, context, state, at, L, cfg)
+    weights, m_i, l_i, alpha = _weights(s, mem, n, prepared, context, state, at, CONSUMER, L, cfg)
     following = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
     acc, p = warpgroup_mma_wait(0, [acc, p])
     mbarrier.arrive(mem.v_empty.index(last))
@@ -107,8 +117,9 @@ def _overlapped_step(
 
 @gluon.jit
 def _overlapped_tile(
-    q, mem, n, steps, context, at, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
-):
+    q, mem, n, steps, context, at, CONSUMER: gl.constexpr, L: gl.constexpr, OUT: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """(acc, m_i, l_i, number of the next step) of a tile's steps, one product behind the other."""
     live = True
     if cfg.MAY_BE_EMPTY:
@@ -121,14 +132,16 @@ def _overlapped_tile(
     prepared = _prepare(mem, slot, live, context, L, cfg)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(mem.k_empty.index(slot), pred=live)
-    weights, m_i, l_i, _ = _weights(s, prepared, context, (m_i, l_i), at, L, cfg)
+    weights, m_i, l_i, _ = _weights(s, mem, n, prepared, context, (m_i, l_i), at, CONSUMER, L, cfg)
     p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
     if cfg.MAY_BE_EMPTY:
         n += live.to(gl.int32)
     else:
         n += 1
     for _ in range(1, steps):
-        acc, p, m_i, l_i = _overlapped_step(q, mem, n, acc, p, (m_i, l_i), context, at, L, OUT, cfg)
+        acc, p, m_i, l_i = _overlapped_step(
+            q, mem, n, acc, p, (m_i, l_i), context, at, CONSUMER, L, OUT, cfg
+        )
         n += 1
     last = slot_of(n - 1, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg), pred=live)
@@ -144,8 +157,9 @@ def _overlapped_tile(
 
 @gluon.jit
 def _plain_tile(
-    q, mem, n, steps, context, at, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
-):
+    q, mem, n, steps, context, at, CONSUMER: gl.constexpr, L: gl.constexpr, OUT: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """The same, one after the other."""
     acc, m_i, l_i = empty_state(L, OUT, cfg)
     for _ in range(0, steps):
@@ -155,7 +169,9 @@ def _plain_tile(
         prepared = _prepare(mem, slot, True, context, L, cfg)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(mem.k_empty.index(slot))
-        weights, m_i, l_i, alpha = _weights(s, prepared, context, (m_i, l_i), at, L, cfg)
+        weights, m_i, l_i, alpha = _weights(
+            s, mem, n, prepared, context, (m_i, l_i), at, CONSUMER, L, cfg
+        )
         p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
         acc = rescaled(acc, alpha, OUT)
         mbarrier.wait(mem.v_full.index(slot), phase)
@@ -177,8 +193,8 @@ def _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT: gl.constexpr,
     tma.store_wait(0)
     space.store(result)
     fence_async_shared()
-    box = space._reinterpret(cfg.OPERAND, [1, 1, ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 4))
-    tma.async_copy_shared_to_global(out_desc, [b, h, row, 0], box)
+    box = bi.reinterpret(space, cfg.OPERAND, [1, 1, ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 4))
+    bi.async_store(out_desc, [b, h, row, 0], box)
     log_sum, natural = log_sums(m_i, l_i, base)
     at = unit.to(gl.int64) * q_len + queries
     gl.store(lse + at, log_sum, mask=queries < q_len)
@@ -212,12 +228,14 @@ def consume(
         mbarrier.wait(mem.q_full.index(slot), query_phase(num_tiles, cfg))
         q = mem.q.index(slot)
         if cfg.OVERLAP:
-            acc, m_i, l_i, n = _overlapped_tile(q, mem, n, steps, context, at, L, OUT, cfg)
+            acc, m_i, l_i, n = _overlapped_tile(
+                q, mem, n, steps, context, at, CONSUMER, L, OUT, cfg
+            )
         else:
-            acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, L, OUT, cfg)
+            acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, CONSUMER, L, OUT, cfg)
         place = (b, h, unit, row, queries, q_len)
         if cfg.OUT_IN_Q:
-            space = q._reinterpret(cfg.OPERAND, [ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 2))
+            space = bi.reinterpret(q, cfg.OPERAND, [ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 2))
             _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT, cfg)
             tma.store_wait(0)
             mbarrier.arrive(mem.q_empty.index(slot))
@@ -251,7 +269,18 @@ def forward_kernel(
     )  # fmt: skip
     listed = (lists[0], lists[1], whole32(lists, 2), whole32(lists, 5))
     outs, scales = (lse, max_scores), (factor, base)
-    if cfg.CONSUMERS == 2:
+    if cfg.CONSUMERS == 2 and cfg.NUM_COLUMNS > 0:
+        gl.warp_specialize(
+            [
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
+                (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
+                (write_columns, (mem, heads, sizes[4], mask_args, cfg)),
+            ],
+            [4, 1, 1],
+            [cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
+        )
+    elif cfg.CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
@@ -260,6 +289,18 @@ def forward_kernel(
             ],
             [4, 1],
             [cfg.REGISTERS, cfg.LOAD_REGISTERS],
+        )
+    elif cfg.NUM_COLUMNS > 0:
+        gl.warp_specialize(
+            [
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
+                (consume, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 2, cfg)),
+                (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
+                (write_columns, (mem, heads, sizes[4], mask_args, cfg)),
+            ],
+            [4, 4, 1, 1],
+            [cfg.REGISTERS, cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
         )
     else:
         gl.warp_specialize(

@@ -58,8 +58,8 @@ def score_fragment(program: Program, target: Target) -> Fragment:
 class Bias:
     """A bias that is linear in the positions, see score_form.py.
 
-    head(args, b, h) -> tuple; slope(args, head, b, h) -> what it grows by from key to key, a scalar;
-    at(args, head, b, h, q, kv) -> its values, of a vector of queries and one key in the forward.
+    head(args, b, h) -> tuple; slope(args, head, b, h) -> a scalar, what it grows by from key to
+    key; at(args, head, b, h, q, kv) -> its values, for a vector of queries and one key.
     """
 
     head: JITFunction

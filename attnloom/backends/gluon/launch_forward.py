@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from triton.runtime.errors import OutOfResources
 
-from attnloom.backends.gluon import configs_forward
+from attnloom.backends.gluon import configs_forward, merged_lists
 from attnloom.backends.gluon.configs_forward import ROWS, Form, width_of
 from attnloom.backends.gluon.descriptors import Blank
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
@@ -28,7 +28,7 @@ from attnloom.backends.triton.packed import pack_ints
 
 _NO_LISTS = (0.0,) * 8
 _INT32 = 2**31 - 1
-_FEW_SPILLS = 8
+_FEW_SPILLS = 16
 _READY_LIMIT = 4096
 
 
@@ -60,8 +60,8 @@ def refusal(call: AttentionCall) -> str | None:
         return None
     if not _forms(call):
         return (
-            f"blocks of the mask are {blocks.q_block} x {blocks.kv_block} tokens; tiles of the "
-            f"kernels divide blocks of 128 x 128."
+            f"blocks of the mask are {blocks.q_block} x {blocks.kv_block} tokens; the kernels take "
+            f"blocks from 64 x 128 (64 x 64 for heads wider than 128)."
         )
     if blocks.entries.numel() * blocks.kv_block // ROWS > _INT32:
         return "the mask has more live blocks than 32 bits count."
@@ -79,7 +79,7 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     """Run the forward kernel on tensors that TMA can read; none is empty."""
     tensors = Tensors.of(call, want_max_scores)
     assert takes_descriptor(tensors.out)
-    fixed = _has_first_numbers(call)
+    fixed = has_first_numbers(call)
     key = (fixed, call.scale, *launch_key(call, tensors))
     ready = _ready.get(key)
     if ready is None:
@@ -91,7 +91,7 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     return tensors.result()
 
 
-def _has_first_numbers(call: AttentionCall) -> bool:
+def has_first_numbers(call: AttentionCall) -> bool:
     """Whether the score_mod's numbers are those that it was first called with. A kernel is compiled
     for these, and one more for all others."""
     if call.score is None or not call.score.numbers:
@@ -138,6 +138,9 @@ def _lists(call: AttentionCall, form: Form) -> tuple[object, ...]:
     blocks = call.blocks
     if blocks is None:
         return _NO_LISTS
+    if form.is_apart(blocks.q_block):
+        entries, work, step = merged_lists.merged_lists(blocks, form.consumers)
+        return entries, work, *step
     found = work_lists(blocks, form.tile_m)
     # a kernel needs an address, also to read nothing from
     entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
@@ -157,7 +160,7 @@ def _counter(device: torch.device) -> torch.Tensor:
 
 
 def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _Ready:
-    """A launch of this form; fixed: see `_has_first_numbers`."""
+    """A launch of this form; fixed: see `has_first_numbers`."""
     query, key, blocks = tensors.query, tensors.key, call.blocks
     batch, heads, q_len, head_dim = query.shape
     kv_len, value_dim = key.size(2), tensors.value.size(3)
@@ -195,8 +198,13 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _
 
 
 def _forms(call: AttentionCall) -> tuple[Form, ...]:
-    width = max(width_of(call.query.size(3)), width_of(call.value.size(3)))
+    widths = width_of(call.query.size(3)), width_of(call.value.size(3))
     blocks = call.blocks
     if blocks is None:
-        return configs_forward.forms(width, None, None)
-    return configs_forward.forms(width, blocks.q_block, blocks.kv_block)
+        return configs_forward.forms(*widths, None)
+    if blocks.q_block % ROWS:
+        return ()
+    found = configs_forward.forms(*widths, blocks.kv_block)
+    if blocks.entries.numel() > merged_lists.LIMIT:
+        found = tuple(f for f in found if not f.is_apart(blocks.q_block))
+    return found

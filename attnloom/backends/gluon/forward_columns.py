@@ -1,0 +1,71 @@
+"""What a mask knows of keys, computed by a warp of its own ahead of the consumers.
+
+A mask that looks up keys (documents, padding) would have each thread of each consumer wait for as
+many loads as it has columns, in every partial block. One warp looks up each key once a step while
+the products of earlier steps run, and leaves the values in shared memory. Glossary:
+forward_shared.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attnloom.backends.gluon.forward_shared import (
+    all_full,
+    get,
+    key_tile,
+    phase_of,
+    slot_of,
+    take_job,
+)
+
+
+@gluon.jit
+def write_columns(mem, heads, kv_offset, mask_args, cfg: gl.constexpr):
+    """The partition of that warp."""
+    N: gl.constexpr = cfg.TILE_N
+    LAYOUT: gl.constexpr = gl.BlockedLayout([N // 32], [32], [1], [0])
+    n = 0
+    num_tiles = 0
+    tile, unit, steps = take_job(mem, 0)
+    while tile >= 0:
+        b, h = unit // heads, unit % heads
+        head = cfg.MASK_HEAD(mask_args, b, h)
+        for _ in range(0, steps):
+            slot = slot_of(n, cfg)
+            mbarrier.wait(mem.tag_full.index(slot), phase_of(n, cfg))
+            tag = get(mem.tags.index(slot))
+            mbarrier.arrive(mem.k_empty.index(slot))
+            # what was there is read until the step that it belonged to is over
+            mbarrier.wait(mem.v_empty.index(slot), phase_of(n, cfg) ^ 1)
+            if not all_full(tag, cfg):
+                keys = key_tile(tag, cfg) * N + gl.arange(0, N, LAYOUT) + kv_offset
+                values = cfg.MASK_COLUMN(mask_args, head, b, h, keys)
+                mem.column0.index(slot).store(values[0].to(cfg.COLUMN0))
+                if cfg.NUM_COLUMNS > 1:
+                    mem.column1.index(slot).store(values[1].to(cfg.COLUMN1))
+            mbarrier.arrive(mem.column_full.index(slot))
+            n += 1
+        num_tiles += 1
+        tile, unit, steps = take_job(mem, num_tiles)
+
+
+@gluon.jit
+def read_columns(mem, n, L: gl.constexpr, cfg: gl.constexpr):
+    """The values of step n as `MASK_COLUMN` gives them."""
+    slot = slot_of(n, cfg)
+    mbarrier.wait(mem.column_full.index(slot), phase_of(n, cfg))
+    first = _read(mem.column0.index(slot), L, cfg.COLUMN0)
+    if cfg.NUM_COLUMNS > 1:
+        return first, _read(mem.column1.index(slot), L, cfg.COLUMN1)
+    else:
+        return (first,)
+
+
+@gluon.jit
+def _read(src, L: gl.constexpr, TYPE: gl.constexpr):
+    found = src.load(gl.SliceLayout(0, L))
+    if gl.int8 == TYPE:
+        return found != 0
+    else:
+        return found

@@ -1,0 +1,91 @@
+"""Block lists for tiles that hold rows of several blocks of a mask, derived on the mask's device.
+
+A tile of three consumers has 192 queries, over blocks of 128. Its list is the union of the lists of
+the blocks that it touches, and each entry says of each consumer, whose ROWS queries lie in one
+block, whether its block is live and whether it is partial:
+
+    entry = kv_block << FLAG_BITS | sum of (2 + partial) << (2 * consumer) over live consumers
+
+No step waits for the device: sizes are those of the given lists.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from attnloom.backends.gluon.configs_forward import ROWS
+from attnloom.backends.triton.packed import pack_ints
+from attnloom.block_mask import BlockLists
+
+FLAG_BITS = 6
+LIMIT = 1 << 24  # entries beyond which the sort takes more memory than it is worth
+
+MergedLists = tuple[torch.Tensor, torch.Tensor, tuple[float, ...]]
+_cache: dict[tuple[object, ...], MergedLists] = {}
+
+
+def merged_lists(blocks: BlockLists, consumers: int) -> MergedLists:
+    """(entries, work, steps) as backends.triton.lists.WorkLists describes the last two; computed
+    once a mask and number of consumers."""
+    tensors = (blocks.row_offsets, blocks.entries)
+    key = (id(tensors[0]), id(tensors[1]), consumers, blocks.q_len, blocks.kv_len)
+    found = _cache.get(key)
+    if found is None:
+        found = _cache[key] = _merge(blocks, consumers)
+        for tensor in tensors:
+            weakref.finalize(tensor, _cache.pop, key, None)
+    return found
+
+
+def _merge(blocks: BlockLists, consumers: int) -> MergedLists:
+    grid = blocks.grid
+    num_units = blocks.num_batches * blocks.num_heads
+    num_tiles = -(-blocks.q_len // (consumers * ROWS))
+    keys, flags = _by_consumer(blocks, num_tiles, consumers)
+    keys, order = keys.sort()
+    flags = flags[order]
+    first = torch.ones_like(keys, dtype=torch.bool)
+    first[1:] = keys[1:] != keys[:-1]
+    count = torch.zeros(keys.numel() + 1, dtype=torch.int64, device=keys.device)
+    torch.cumsum(first, 0, out=count[1:])
+    # a kernel needs an address, also to read nothing from
+    entries = keys.new_zeros(max(keys.numel(), 1), dtype=torch.int32)
+    place = count[1:] - 1
+    kv_block = keys % grid.num_kv_blocks
+    head = torch.where(first, kv_block << FLAG_BITS, 0)
+    entries.scatter_add_(0, place, (head + flags).int())
+
+    starts = torch.arange(num_units * num_tiles + 1, device=keys.device) * grid.num_kv_blocks
+    offsets = count[torch.searchsorted(keys, starts)]
+    offsets, ends = offsets[:-1].view(num_units, -1), offsets[1:].view(num_units, -1)
+    # stable: equal tiles keep their order, so that neighbours share keys in the cache
+    tile = (ends - offsets).argsort(dim=1, descending=True, stable=True)
+    work = torch.stack((tile, offsets.gather(1, tile), ends.gather(1, tile)), 2)
+    steps = (
+        blocks.num_heads if blocks.num_batches > 1 else 0,
+        1 if blocks.num_heads > 1 else 0,
+    )
+    return entries, work.int().contiguous(), pack_ints(steps)
+
+
+def _by_consumer(
+    blocks: BlockLists, num_tiles: int, consumers: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For every live block and every ROWS queries of it: (unit, tile, kv block) as one number, and
+    the flags of the consumer that has them."""
+    grid = blocks.grid
+    row = blocks.entry_rows()
+    unit, q_block = row // grid.num_q_blocks, row % grid.num_q_blocks
+    parts = blocks.q_block // ROWS
+    chunk = q_block[:, None] * parts + torch.arange(parts, device=row.device)
+    tile, consumer = chunk // consumers, chunk % consumers
+    kv_block = (blocks.entries >> 1).long()[:, None]
+    keys = (unit[:, None] * num_tiles + tile) * grid.num_kv_blocks + kv_block
+    flags = (2 + (blocks.entries & 1).long())[:, None] << (2 * consumer)
+    # the last block may reach past the last tile
+    inside = tile < num_tiles
+    nowhere = num_tiles * blocks.num_batches * blocks.num_heads * grid.num_kv_blocks
+    keys = torch.where(inside, keys, nowhere)
+    return keys.flatten(), torch.where(inside, flags, 0).flatten()

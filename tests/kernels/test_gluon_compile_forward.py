@@ -1,0 +1,114 @@
+"""The Gluon forward, compiled for Hopper without one: registers, spills, what ptxas serialises."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from attnloom import create_block_mask
+from attnloom.backends.registry import AttentionCall
+from attnloom.block_mask import BlockLists
+from attnloom.ir.node import BoundProgram, DType
+from attnloom.ir.passes.simplify import simplify
+from attnloom.plan.problem import KernelOptions
+from attnloom.trace.tracer import trace_mask, trace_score
+from tests.kernels.cross_compile import TARGETS, device_is
+
+triton = pytest.importorskip("triton")
+if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
+    pytest.skip("Gluon differs from version to version of Triton", allow_module_level=True)
+from attnloom.backends.gluon import launch_forward  # noqa: E402
+from attnloom.backends.triton.fields import Tensors  # noqa: E402
+from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon  # noqa: E402
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CPU = torch.device("cpu")
+LENGTH = 512
+SLOPES = torch.full((4,), 0.5)
+DOCUMENTS = torch.arange(LENGTH, dtype=torch.int32) // 100
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def documents(b, h, q, kv):
+    return (q >= kv) & (DOCUMENTS[q] == DOCUMENTS[kv])
+
+
+def softcap(score, b, h, q, kv):
+    return 30 * torch.tanh(score / 30)
+
+
+def alibi(score, b, h, q, kv):
+    return score - SLOPES[h] * (q - kv)
+
+
+def call_of(D: int, score: Any, mask: Any, dtype: torch.dtype = BF16) -> AttentionCall:
+    tensors = (torch.empty(2, 4, LENGTH, D, dtype=dtype) for _ in range(3))
+    programs: list[BoundProgram | None] = [None, None]
+    blocks: BlockLists | None = None
+    if score is not None:
+        bound = trace_score(score, DType.F32, CPU)
+        program = simplify(bound.program, exact=False)
+        programs[0] = BoundProgram(program, bound.tensors, bound.numbers)
+    if mask is not None:
+        bound = trace_mask(mask, CPU)
+        programs[1] = BoundProgram(simplify(bound.program), bound.tensors, bound.numbers)
+        blocks = create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu").lists()
+    return AttentionCall(*tensors, *programs, blocks, D**-0.5, KernelOptions())
+
+
+def compiled(call: AttentionCall) -> CompiledGluon:
+    """The kernel of the first form for a call, as a launch would compile it."""
+    launched: list[tuple[Any, ...]] = []
+    with (
+        device_is("sm_90"),
+        mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
+        mock.patch("attnloom.backends.triton.launcher.Launcher.__call__",
+                   lambda self, aligned, *args: launched.append((*args, self.config))),
+    ):  # fmt: skip
+        launch_forward._choose(call, Tensors.of(call, False), fixed=True)
+    return compile_gluon(launch_forward.forward_kernel, launched[0], {"num_warps": 4})
+
+
+# Bytes that a thread may spill, as recorded with Triton 3.6 and 3.9, with some room.
+QUICK = [(128, softcap, causal, BF16, 0), (64, None, documents, FP16, 32)]
+REST = [
+    (128, None, None, FP16, 0),
+    (128, None, documents, BF16, 40),
+    (128, alibi, causal, BF16, 48),
+    (64, alibi, causal, BF16, 48),
+    (64, softcap, causal, FP16, 16),
+    (256, None, causal, BF16, 32),
+]
+
+
+def check(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
+    found = compiled(call_of(D, score, mask, dtype))
+    assert found.serialised == ()
+    assert found.spills <= spills
+    assert found.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert "wgmma.mma_async" in found.text
+    assert "cp.async.bulk.tensor" in found.text
+
+
+@pytest.mark.parametrize(("D", "score", "mask", "dtype", "spills"), QUICK)
+def test_forward(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
+    check(D, score, mask, dtype, spills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("D", "score", "mask", "dtype", "spills"), REST)
+def test_other_forwards(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
+    check(D, score, mask, dtype, spills)
+
+
+def test_soft_capping_costs_one_instruction_a_score() -> None:
+    """The division and the product by the cap are part of the scales (score_form.py)."""
+    text = compiled(call_of(128, softcap, causal)).text
+    assert "tanh.approx.f32" in text
+    assert "div.full.f32" not in text.split("tanh.approx.f32")[1][:400]
