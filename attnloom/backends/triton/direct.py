@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAP_BYTES = 128  # of a CUtensorMap, and its alignment
@@ -44,14 +43,20 @@ def _cuda() -> ctypes.CDLL | None:
     return library
 
 
+def _unplaced(*_: object) -> None:
+    raise AssertionError("a part without a place was written")
+
+
 @dataclass(slots=True)
 class _Part:
-    """One argument of a kernel: where its pointers and its numbers lie in the parameters.
+    """An argument of a kernel that is not a plain pointer: where its values lie.
 
-    pointers, numbers: indices in the argument if it is a tuple. last: the argument as of now.
+    at: its place among the arguments. is_tuple: else a number or a descriptor (map_at >= 0).
+    pointers, numbers: indices in a tuple. last: the argument, or the address, as of now.
     """
 
-    is_tuple: bool
+    at: int
+    is_tuple: bool = False
     pointers: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()
     formats: str = ""
@@ -59,17 +64,24 @@ class _Part:
     number_at: int = 0
     map_at: int = -1
     last: Any = None
-    write_pointers: Callable[..., None] | None = None
-    write_numbers: Callable[..., None] | None = None
+    write_pointers: Callable[..., None] = _unplaced
+    write_numbers: Callable[..., None] = _unplaced
 
 
 @dataclass(slots=True)
 class _Layout:
-    """Sizes and places of the parameters in the kernel's order, and the bytes reserved so far."""
+    """Sizes and places of the parameters in the kernel's order, and the bytes reserved so far.
+
+    plain: which arguments are single pointers; they lie side by side from plain_at on.
+    """
 
     sizes: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     room: int = 0
+    parts: list[_Part] = field(default_factory=list)
+    plain: tuple[int, ...] = ()
+    plain_at: int = 0
+    scratch_at: int = 0
 
     def reserve(self, size: int, align: int) -> int:
         at = -(-self.room // align) * align
@@ -86,42 +98,51 @@ class Direct:
     """Starts one compiled kernel with arguments of the types that it was compiled for."""
 
     __slots__ = (
-        "_address", "_buffer", "_function", "_launch", "_lock", "_module", "_parts", "_replace",
-        "_sizes", "_values", "spills",
+        "_address", "_buffer", "_function", "_launch", "_lock", "_maps", "_module", "_others",
+        "_plain", "_replace", "_sizes", "_values", "_write_plain", "spills",
     )  # fmt: skip
 
     def __init__(self, loaded: _Loaded, grid: int, args: tuple[object, ...]) -> None:
         library = _cuda()
         assert library is not None
         self._module, self._function, self.spills = loaded.module, loaded.function, loaded.spills
-        layout, self._parts, scratch = _laid_out(loaded, args)
+        layout = _laid_out(loaded, args)
         self._buffer = ctypes.create_string_buffer(layout.room + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
         base += -base % _MAP_BYTES
         room = (ctypes.c_char * layout.room).from_address(base)
         self._address = base
-        for part in self._parts:
-            part.write_pointers = functools.partial(
-                struct.Struct(f"={len(part.pointers) or 1}Q").pack_into, room, part.pointer_at
-            )
-            part.write_numbers = functools.partial(
-                struct.Struct("=" + part.formats).pack_into, room, part.number_at
-            )
-        struct.pack_into("=QQ", room, scratch, 0, 0)
+
+        def writer(formats: str, at: int) -> Callable[..., None]:
+            return functools.partial(struct.Struct("=" + formats).pack_into, room, at)
+
+        for part in layout.parts:
+            part.write_pointers = writer("Q" * len(part.pointers), part.pointer_at)
+            part.write_numbers = writer(part.formats, part.number_at)
+        self._plain = layout.plain
+        self._write_plain = writer("Q" * len(layout.plain), layout.plain_at)
+        writer("QQ", layout.scratch_at)(0, 0)
         self._values = (ctypes.c_void_p * len(layout.places))(*(base + at for at in layout.places))
         self._sizes = (grid, 1, 1, 32 * loaded.num_warps, 1, 1, loaded.shared)
         self._launch, self._replace = library.cuLaunchKernel, library.cuTensorMapReplaceAddress
         self._lock = threading.Lock()
-        maps = iter(loaded.maps)
-        for part, arg in zip(self._parts, args, strict=True):
-            if part.map_at >= 0:
-                self._encode(part, arg, next(maps))
+        self._maps = [part for part in layout.parts if part.map_at >= 0]
+        self._others = [part for part in layout.parts if part.map_at < 0]
+        for part, made in zip(self._maps, loaded.maps, strict=True):
+            self._encode(part, args[part.at], made)
 
     def __call__(self, stream: int, args: tuple[Any, ...]) -> None:
         with self._lock:  # the driver has copied the parameters when it returns
-            for part, arg in zip(self._parts, args, strict=True):
-                if arg is not part.last or not part.is_tuple:
-                    self._write(part, arg)
+            self._write_plain(*[args[i].data_ptr() for i in self._plain])
+            for part in self._maps:
+                place = args[part.at].base.data_ptr()
+                if place != part.last:
+                    self._replace(self._address + part.map_at, place)
+                    part.last = place
+            for part in self._others:
+                arg = args[part.at]
+                if arg is not part.last:
+                    _write(part, arg)
             status = self._launch(self._function, *self._sizes, stream, self._values, None)
             if status == _NO_CONTEXT:  # a thread that has not used the device yet
                 torch.cuda.current_stream().query()
@@ -129,26 +150,7 @@ class Direct:
         if status:
             raise RuntimeError(f"the CUDA driver refused to start a kernel (error {status})")
 
-    def _write(self, part: _Part, arg: Any) -> None:
-        if part.is_tuple:
-            if part.pointers:
-                part.write_pointers(*[arg[i].data_ptr() for i in part.pointers])
-            if part.numbers:
-                part.write_numbers(*[arg[i] for i in part.numbers])
-            # what is kept alive here may be freed by its owner and reused: only tuples of numbers
-            part.last = None if part.pointers else arg
-        elif part.map_at >= 0:
-            place = arg.base.data_ptr()
-            if place != part.last:
-                self._replace(self._address + part.map_at, place)
-                part.last = place
-        elif part.pointers:
-            part.write_pointers(arg.data_ptr())
-        elif part.formats and arg != part.last:
-            part.write_numbers(arg)
-            part.last = arg
-
-    def _encode(self, part: _Part, arg: TensorDescriptor, made: dict[str, Any]) -> None:
+    def _encode(self, part: _Part, arg: Any, made: dict[str, Any]) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         place = arg.base.data_ptr()
@@ -161,6 +163,20 @@ class Direct:
         ctypes.memmove(self._address + part.map_at, source, _MAP_BYTES)
         part.write_numbers(*arg.shape, *arg.strides)
         part.last = place
+
+
+def _write(part: _Part, arg: Any) -> None:
+    """A tuple, or a number."""
+    if not part.is_tuple:
+        part.write_numbers(arg)
+        part.last = arg
+        return
+    if part.numbers:
+        part.write_numbers(*[arg[i] for i in part.numbers])
+    if part.pointers:
+        part.write_pointers(*[arg[i].data_ptr() for i in part.pointers])
+    else:  # a tuple that holds tensors would keep their memory
+        part.last = arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +246,7 @@ def _is_known(loaded: _Loaded, args: tuple[object, ...]) -> bool:
     library = _cuda()
     assert library is not None
     try:
-        sizes = _laid_out(loaded, args)[0].sizes
+        sizes = _laid_out(loaded, args).sizes
     except _UnknownLayoutError:
         return False
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
@@ -244,31 +260,38 @@ def _is_known(loaded: _Loaded, args: tuple[object, ...]) -> bool:
     return True
 
 
-def _laid_out(loaded: _Loaded, args: tuple[object, ...]) -> tuple[_Layout, list[_Part], int]:
-    """Places of all parameters; the last is that of the two scratch pointers."""
+def _laid_out(loaded: _Loaded, args: tuple[object, ...]) -> _Layout:
+    """Places of all parameters, the two scratch pointers last."""
     layout = _Layout()
-    parts = [_part(layout, kind, arg) for kind, arg in zip(loaded.kinds, args, strict=True)]
-    scratch = layout.reserve(16, 8)
-    layout.declare(8, scratch)
-    layout.declare(8, scratch + 8)
-    return layout, parts, scratch
+    layout.plain = tuple(i for i, kind in enumerate(loaded.kinds) if _is_pointer(kind))
+    place = layout.plain_at = layout.reserve(8 * len(layout.plain), 8)
+    for i, (kind, arg) in enumerate(zip(loaded.kinds, args, strict=True)):
+        if _is_pointer(kind):
+            layout.declare(8, place)
+            place += 8
+        elif kind != "constexpr":
+            layout.parts.append(_part(layout, i, kind, arg))
+    layout.scratch_at = layout.reserve(16, 8)
+    layout.declare(8, layout.scratch_at)
+    layout.declare(8, layout.scratch_at + 8)
+    return layout
 
 
-def _part(layout: _Layout, kind: Any, arg: Any) -> _Part:
+def _is_pointer(kind: Any) -> bool:
+    return isinstance(kind, str) and kind[0] == "*"
+
+
+def _part(layout: _Layout, at: int, kind: Any, arg: Any) -> _Part:
     if isinstance(kind, tuple):
-        pointers = tuple(i for i, k in enumerate(kind) if k[0] == "*")
+        pointers = tuple(i for i, k in enumerate(kind) if _is_pointer(k))
         numbers = tuple(i for i, k in enumerate(kind) if k in _FORMATS)
         if len(pointers) + len(numbers) != len(kind):
             raise _UnknownLayoutError
-        return _placed(layout, _Part(True, pointers, numbers), kind)
-    if kind == "constexpr":
-        return _Part(False)
+        return _placed(layout, _Part(at, True, pointers, numbers), kind)
     if kind.startswith("tensordesc"):
-        return _described(layout, arg)
-    if kind[0] == "*":
-        return _placed(layout, _Part(False, (0,)), (kind,))
+        return _described(layout, at, arg)
     if kind in _FORMATS:
-        return _placed(layout, _Part(False, (), (0,)), (kind,))
+        return _placed(layout, _Part(at, numbers=(0,)), (kind,))
     raise _UnknownLayoutError
 
 
@@ -279,7 +302,7 @@ def _placed(layout: _Layout, part: _Part, kinds: tuple[str, ...]) -> _Part:
     part.number_at = layout.reserve(struct.calcsize("=" + part.formats), 8)
     pointer, number = part.pointer_at, part.number_at
     for kind in kinds:
-        if kind[0] == "*":
+        if _is_pointer(kind):
             layout.declare(8, pointer)
             pointer += 8
         else:
@@ -289,10 +312,10 @@ def _placed(layout: _Layout, part: _Part, kinds: tuple[str, ...]) -> _Part:
     return part
 
 
-def _described(layout: _Layout, arg: Any) -> _Part:
+def _described(layout: _Layout, at: int, arg: Any) -> _Part:
     """Places for a TMA descriptor, its sizes (32 bits) and its strides (64 bits)."""
     rank = len(arg.shape)
-    part = _Part(False, formats="i" * rank + "q" * rank)
+    part = _Part(at, formats="i" * rank + "q" * rank)
     part.map_at = layout.reserve(_MAP_BYTES, _MAP_BYTES)
     layout.declare(_MAP_BYTES, part.map_at)
     part.number_at = layout.reserve(12 * rank, 8)
