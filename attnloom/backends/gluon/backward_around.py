@@ -11,7 +11,7 @@ lane. Glossary: backend/triton/backward.py and backward_shared.py.
 import triton
 import triton.language as tl
 
-from attnloom.backends.triton.device_math import LOG2_E, real, whole, whole32
+from attnloom.backends.triton.device_math import LOG2_E, whole, whole32
 from attnloom.backends.triton.tiles import load_tile
 
 
@@ -50,7 +50,7 @@ def prepare_kernel(out, dout, dlse, lse, stats, dq_sum, shape, strides, cfg: tl.
     tl.store(start + tl.arange(0, M * cfg.WIDTH), tl.zeros([M * cfg.WIDTH], tl.float32))
 
 
-@triton.jit(do_not_specialize=["scale", "shape"])
+@triton.jit(do_not_specialize=["shape"])
 def finish_kernel(dq_sum, dq, scale, shape, cfg: tl.constexpr):
     """One tile of one head. dq: contiguous [B, Hq, Q_LEN, D]. shape as prepare_kernel's."""
     q_len, pitch = whole32(shape, 3), whole32(shape, 6)
@@ -63,7 +63,7 @@ def finish_kernel(dq_sum, dq, scale, shape, cfg: tl.constexpr):
     lane = (r % 8) * 4 + (c % 8) // 2
     place = ((c // 8) * 4 + r // 16) * 128 + lane * 4 + (r % 16) // 8 * 2 + c % 2
     found = tl.load(dq_sum + pid.to(tl.int64) * (M * cfg.WIDTH) + place)
-    found *= real(scale, 0, tl.float32)
+    found *= scale
     inside = row + r < q_len
     if cfg.D < cfg.WIDTH:
         inside = inside & (c < cfg.D)

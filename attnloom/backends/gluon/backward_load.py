@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attnloom.backends.gluon.backward_shared import (
     HALF,
+    KEYS,
     LINES,
     entries_of,
     phase_of,
@@ -61,6 +62,8 @@ def load_steps(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexp
         v_box = _box(mem.v.index(i), HALF, cfg.DV, cfg)
         tma.async_copy_global_to_shared(k_desc, [at.b_kv, at.h_kv, row, 0], mem.kv_full, k_box)
         tma.async_copy_global_to_shared(v_desc, [at.b_kv, at.h_kv, row, 0], mem.kv_full, v_box)
+    # keys past KV_LEN are zeros, whose exponents may be infinite
+    overhangs = (at.start + KEYS > at.kv_len).to(gl.int32) if cfg.HAS_TAIL else 0
     n = 0
     for unit in range(0, at.units):
         b, h = unit_of(at, unit)
@@ -70,12 +73,12 @@ def load_steps(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexp
             entry = gl.load(at.entries + first, mask=first < last, other=0)
             for t in range(first * cfg.SUB, last * cfg.SUB):
                 row = ((entry >> 1) * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)) * cfg.TILE_M
-                partial = entry & 1
+                partial = (entry & 1) | overhangs
                 entry = gl.load(at.entries + gl.minimum((t + 1) // cfg.SUB, last - 1))
                 _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
                 n += 1
         else:
             for row in range(0, at.q_len, cfg.TILE_M):
-                partial = 1 if cfg.HAS_MASK else 0
+                partial = 1 if cfg.HAS_MASK else overhangs
                 _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
                 n += 1

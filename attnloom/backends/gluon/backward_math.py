@@ -4,16 +4,19 @@ Scores are transposed, [HALF, TILE_M]: keys by queries, so that fragments are ca
 vector of keys has SliceLayout(1, L) and one of queries SliceLayout(0, L). Glossary:
 backward_shared.py and backends/triton/backward.py.
 
-    context      (b, h, score, mask, grad), the last three (args, head, column) of their fragments
-    slope        derivative of the score_mod where it does not depend on dscore: computed with the
-                 score, so that the score needs no registers while the next products run
+    context      (b, h, score, mask, grad, bias), the last four of their fragments: (args, head,
+                 column), but for the bias (args, head, what it adds by key from the first key on)
+    x            scores in the units that exponents are taken in: p = 2**(x * base - lse_log2), see
+                 score_form.py
+    slope        derivative of the inner score_mod, where nothing but the score has a gradient
+    weight       p, times the slope if there is one: dscore = weight * (dp - delta). In the type of
+                 operands, so that neither score nor p needs registers while dP is computed
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.backward_shared import HALF
-from attnloom.backends.triton.device_math import LOG2_E
 
 
 @gluon.jit
@@ -25,52 +28,81 @@ def exp2_fast(x):
 
 
 @gluon.jit
-def contexts(score_args, mask_args, b, h, keys, kv_offset, cfg: gl.constexpr):
-    """What fragments know of a head and of a consumer's keys."""
+def contexts(score_args, mask_args, b, h, keys, first, kv_offset, cfg: gl.constexpr):
+    """What fragments know of a head and of a consumer's keys, the first of them `first`."""
     score = (score_args, 0, 0)
     grad = score
+    bias = score
     mask = (mask_args, 0, 0)
     if cfg.HAS_SCORE:
         head = cfg.SCORE_HEAD(score_args, b, h)
         score = (score_args, head, cfg.SCORE_COLUMN(score_args, head, b, h, keys))
         head = cfg.GRAD_HEAD(score_args, b, h)
         grad = (score_args, head, cfg.GRAD_COLUMN(score_args, head, b, h, keys))
+    if cfg.HAS_BIAS:
+        head = cfg.BIAS_HEAD(score_args, b, h)
+        slope = cfg.BIAS_SLOPE(score_args, head, b, h)
+        bias = (score_args, head, (keys - first).to(gl.float32) * slope)
     if cfg.HAS_MASK:
         head = cfg.MASK_HEAD(mask_args, b, h)
         column = cfg.MASK_COLUMN(mask_args, head, b, h, keys + kv_offset)
         mask = (mask_args, head, column)
-    return b, h, score, mask, grad
+    return b, h, score, mask, grad, bias
+
+
+@gluon.jit
+def subtrahend(lse_log2, context, queries, first, base, cfg: gl.constexpr):
+    """What exponents are less than x * base: lse, less what a bias adds by query."""
+    if cfg.HAS_BIAS:
+        b, h, _, _, _, bias = context
+        args, head, _ = bias
+        lse_log2 = lse_log2 - cfg.BIAS_AT(args, head, b, h, queries, first) * base
+    return lse_log2
 
 
 @gluon.jit
 def modified(s, context, sinks, queries, keys, factor, cfg: gl.constexpr):
-    """(score in base 2, what `dscores` needs of it) of raw products."""
+    """(x, the slope or, if not SLOPE_FIRST, the score before the mod) of raw products."""
+    b, h, score_ctx, _, grad_ctx, bias = context
+    rest = 0.0
+    if not cfg.UNSCALED:
+        s = s * factor
     if cfg.HAS_SCORE:
-        b, h, score_ctx, _, grad_ctx = context
-        score = s * factor
-        args, head, column = score_ctx
-        row = cfg.SCORE_ROW(args, head, b, h, queries)
-        value = cfg.SCORE_BODY(args, head, row, column, b, h, queries, keys, score, 0)
-        rest = score
+        rest = s
         if cfg.SLOPE_FIRST:
             args, head, column = grad_ctx
             row = cfg.GRAD_ROW(args, head, b, h, queries)
             one = gl.full(s.shape, 1.0, gl.float32, s.type.layout)
-            slope, _ = cfg.GRAD_BODY(
-                args, sinks, head, row, column, b, h, queries, keys, score, one, (0.0,), 0
+            rest, _ = cfg.GRAD_BODY(
+                args, sinks, head, row, column, b, h, queries, keys, s, one, (0.0,), 0
             )
-            rest = slope.to(cfg.SLOPE)
-        return value * LOG2_E, rest
-    else:
-        # one fused multiply-add with the subtraction of lse
-        return s * (factor * LOG2_E), 0
+        args, head, column = score_ctx
+        row = cfg.SCORE_ROW(args, head, b, h, queries)
+        s = cfg.SCORE_BODY(args, head, row, column, b, h, queries, keys, s, 0)
+    if cfg.HAS_BIAS:
+        s = s + bias[2][:, None]
+    return s, rest
+
+
+@gluon.jit
+def weighted(p, slope, cfg: gl.constexpr):
+    """The weight of probabilities."""
+    if cfg.SLOPE_FIRST:
+        weight = p * slope
+        if not cfg.FINITE_SLOPE:
+            # a derivative may be infinite where nothing is propagated
+            weight = gl.where(p != 0, weight, 0.0)
+        p = weight
+    if cfg.PACKED:
+        p = p.to(cfg.OPERAND)
+    return p
 
 
 @gluon.jit
 def masked(p, context, queries, keys, offsets, kv_len, cfg: gl.constexpr):
     """p where the mask holds and keys exist, else 0. offsets: of the mask's positions."""
     if cfg.HAS_MASK:
-        b, h, _, mask_ctx, _ = context
+        b, h, _, mask_ctx, _, _ = context
         args, head, column = mask_ctx
         q, kv = queries + offsets[0], keys + offsets[1]
         row = cfg.MASK_ROW(args, head, b, h, q)
@@ -81,24 +113,21 @@ def masked(p, context, queries, keys, offsets, kv_len, cfg: gl.constexpr):
 
 
 @gluon.jit
-def dscores(p, dp, rest, sums, context, sinks, queries, keys, cfg: gl.constexpr):
-    """(dL/d(score before the mod), the sums with this tile's contributions). dp: less delta."""
-    ds = p * dp
-    if cfg.HAS_SCORE:
-        if cfg.SLOPE_FIRST:
-            grad = ds * rest.to(gl.float32)
-        else:
-            b, h, _, _, grad_ctx = context
-            args, head, column = grad_ctx
-            row = cfg.GRAD_ROW(args, head, b, h, queries)
-            grad, sums = cfg.GRAD_BODY(
-                args, sinks, head, row, column, b, h, queries, keys, rest, ds, sums, 0
-            )
-        if cfg.FINITE_SLOPE:
-            ds = grad.to(gl.float32)
-        else:
-            # a derivative may be infinite where nothing is propagated
-            ds = gl.where(ds != 0, grad.to(gl.float32), 0.0)
+def dscores(weight, dp, score, sums, context, sinks, queries, keys, cfg: gl.constexpr):
+    """(dL/d(score before the mod) but for constant factors, the sums with this tile's
+    contributions). dp: less delta."""
+    ds = weight.to(gl.float32) * dp
+    if cfg.HAS_SCORE and not cfg.SLOPE_FIRST:
+        b, h, _, _, grad_ctx, _ = context
+        args, head, column = grad_ctx
+        row = cfg.GRAD_ROW(args, head, b, h, queries)
+        grad, sums = cfg.GRAD_BODY(
+            args, sinks, head, row, column, b, h, queries, keys, score, ds, sums, 0
+        )
+        grad = grad.to(gl.float32)
+        if not cfg.FINITE_SLOPE:
+            grad = gl.where(ds != 0, grad, 0.0)
+        ds = grad
     return ds, sums
 
 

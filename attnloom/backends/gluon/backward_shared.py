@@ -83,6 +83,7 @@ class Place:
     pitch: gl.tensor
     spare: gl.tensor
     q_len: gl.tensor
+    kv_len: gl.tensor
     offsets: gl.tensor
     entries: gl.tensor
     step_b: gl.tensor
@@ -91,12 +92,12 @@ class Place:
 
     @gluon.constexpr_function
     def __init__(
-        self, b_kv, h_kv, start, block, units, group, heads, pitch, spare, q_len, offsets, entries,
-        step_b, step_h, key_blocks,
+        self, b_kv, h_kv, start, block, units, group, heads, pitch, spare, q_len, kv_len, offsets,
+        entries, step_b, step_h, key_blocks,
     ):  # fmt: skip
         self.b_kv, self.h_kv, self.start, self.block = b_kv, h_kv, start, block
         self.units, self.group, self.heads = units, group, heads
-        self.pitch, self.spare, self.q_len = pitch, spare, q_len
+        self.pitch, self.spare, self.q_len, self.kv_len = pitch, spare, q_len, kv_len
         self.offsets, self.entries = offsets, entries
         self.step_b, self.step_h, self.key_blocks = step_b, step_h, key_blocks
 
@@ -163,8 +164,8 @@ def locate(lists, shape, cfg: gl.constexpr):
     pitch = whole32(shape, 36)
     return Place(
         b_kv, h_kv, tile * KEYS, tile // cfg.TILES_PER_BLOCK, whole32(shape, 30), group, heads,
-        pitch, whole32(shape, 15) * heads * pitch, whole32(shape, 9), lists[0], lists[1], step_b,
-        step_h, key_blocks,
+        pitch, whole32(shape, 15) * heads * pitch, whole32(shape, 9), whole32(shape, 12), lists[0],
+        lists[1], step_b, step_h, key_blocks,
     )  # fmt: skip
 
 

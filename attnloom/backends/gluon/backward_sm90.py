@@ -11,6 +11,7 @@ reductions 5% (H200, D=128 and 64).
     DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
     LATE       dP starts after the exponentials: fewer registers for what mods compute
+    PACKED     weights in the type of operands: 16 registers a lane less
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
 
 Glossary: backward_shared.py. Prefixes: p, ds as operands in registers.
@@ -34,10 +35,11 @@ from attnloom.backends.gluon.backward_math import (
     first_sums,
     masked,
     modified,
+    subtrahend,
+    weighted,
 )
 from attnloom.backends.gluon.backward_shared import (
     HALF,
-    KEYS,
     LINES,
     all_steps,
     allocate,
@@ -48,7 +50,7 @@ from attnloom.backends.gluon.backward_shared import (
     steps_of,
     unit_of,
 )
-from attnloom.backends.triton.device_math import LOG2_E, whole32
+from attnloom.backends.triton.device_math import whole32
 
 # the same under its older name
 _barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
@@ -72,12 +74,12 @@ def _product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(mem, n, unfold, WHICH: gl.constexpr, L: gl.constexpr, cfg: gl.constexpr):
-    """k . q^T of a step. unfold: -1 / (scale * log2(e))."""
+def _start_scores(mem, n, base, WHICH: gl.constexpr, L: gl.constexpr, cfg: gl.constexpr):
+    """k . q^T of a step, less lse if FOLD."""
     slot = slot_of(n, cfg)
     init = 0.0
     if cfg.FOLD:
-        init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * unfold
+        init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * (-1.0 / base)
     return _product(mem.k.index(WHICH), mem.q.index(slot), init, L, cfg)
 
 
@@ -176,38 +178,41 @@ def _step(
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
-    factor, unfold, kv_len, q_offset, kv_offset, overhangs = numbers
+    factor, base, kv_len, first, q_offset, kv_offset = numbers
     s, dk, dv, line_before, sums = state
     slot, phase = slot_of(n, cfg), phase_of(n, cfg)
     more = n + 1 < total
     queries = gl.arange(0, cfg.TILE_M, gl.SliceLayout(0, L))
-    partial = overhangs
-    if cfg.HAS_SCORE or cfg.MAY_MASK:
+    partial = False
+    if cfg.NEEDS_QUERIES:
         tag = get(mem.tags.index(slot))
         queries += tag >> 1
-        partial = partial | ((tag & 1) != 0)
+        partial = (tag & 1) != 0
     if not cfg.LATE:
         mbarrier.wait(mem.do_full.index(slot), phase)
         dp = _start_dp(mem, n, WHICH, L, cfg)
     if cfg.EARLY:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        s_next = _start_scores(mem, n + 1, unfold, WHICH, L, cfg)
-    score_log2, rest = modified(s, context, sinks, queries, keys, factor, cfg)
+        s_next = _start_scores(mem, n + 1, base, WHICH, L, cfg)
+    x, rest = modified(s, context, sinks, queries, keys, factor, cfg)
+    exponent = x * base
     if not cfg.FOLD:
-        lse_log2 = mem.lse.index(slot).load(gl.SliceLayout(0, L))
-        score_log2 = score_log2 - lse_log2[None, :]
-    p = exp2_fast(score_log2)
+        less = mem.lse.index(slot).load(gl.SliceLayout(0, L))
+        less = subtrahend(less, context, queries, first, base, cfg)
+        exponent = exponent - less[None, :]
+    p = exp2_fast(exponent)
     if cfg.MAY_MASK:
         if partial:
             p = masked(p, context, queries, keys, (q_offset, kv_offset), kv_len, cfg)
     if cfg.LATE:
         mbarrier.wait(mem.do_full.index(slot), phase)
         dp = _start_dp(mem, n, WHICH, L, cfg)
+    p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
+    weight = weighted(p, rest, cfg)
     dp = warpgroup_mma_wait(1 if cfg.EARLY else 0, [dp])
     if not cfg.FOLD:
         dp = dp - mem.delta.index(slot).load(gl.SliceLayout(0, L))[None, :]
-    p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
-    ds, sums = dscores(p, dp, rest, sums, context, sinks, queries, keys, cfg)
+    ds, sums = dscores(weight, dp, rest, sums, context, sinks, queries, keys, cfg)
     ds = ds.to(cfg.OPERAND)
     ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
     dv = warpgroup_mma(p_left, mem.dout.index(slot), dv, is_async=True)
@@ -225,7 +230,7 @@ def _step(
         mbarrier.arrive(mem.q_empty.index(slot))
     elif cfg.DQ_APART:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        s_next = _start_scores(mem, n + 1, unfold, WHICH, L, cfg)
+        s_next = _start_scores(mem, n + 1, base, WHICH, L, cfg)
         dv, p_left = warpgroup_mma_wait(2, [dv, p_left])
         mbarrier.arrive(mem.do_empty.index(slot))
         dk, ds_left = warpgroup_mma_wait(1, [dk, ds_left])
@@ -241,7 +246,7 @@ def _step(
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=n > 0)
         dq = _start_dq(mem, before, WHICH, cfg)
-        s_next = _start_scores(mem, n + 1, unfold, WHICH, L, cfg)
+        s_next = _start_scores(mem, n + 1, base, WHICH, L, cfg)
         dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
         mbarrier.arrive(mem.q_empty.index(slot))
         dq = warpgroup_mma_wait(1, [dq])
@@ -266,7 +271,7 @@ def _leave(desc, tile, acc, at, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def _own_keys(
-    mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, factor, kv_len, q_offset,
+    mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset,
     kv_offset, WHICH: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """The partition of a consumer."""
@@ -278,13 +283,12 @@ def _own_keys(
     places = _dq_places(dq_ptr, WHICH, cfg)
     dk = gl.zeros([HALF, cfg.D], gl.float32, DK)
     dv = gl.zeros([HALF, cfg.DV], gl.float32, DV)
-    unfold = -1.0 / (factor * LOG2_E)
-    overhangs = at.start + KEYS > kv_len
-    numbers = (factor, unfold, kv_len, q_offset, kv_offset, overhangs)
+    factor, base, outgoing = scales
+    numbers = (factor, base, kv_len, row, q_offset, kv_offset)
     total = all_steps(at, cfg)
     mbarrier.wait(mem.kv_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0, pred=total > 0)
-    s = warpgroup_mma_wait(0, [_start_scores(mem, 0, unfold, WHICH, L, cfg)])
+    s = warpgroup_mma_wait(0, [_start_scores(mem, 0, base, WHICH, L, cfg)])
     n = 0
     line = -1
     if cfg.BY_HEAD:
@@ -297,7 +301,7 @@ def _own_keys(
             end = n + steps_of(at, unit, cfg)
         else:
             end = total
-        context = contexts(score_args, mask_args, b, h, keys, kv_offset, cfg)
+        context = contexts(score_args, mask_args, b, h, keys, row, kv_offset, cfg)
         sums = first_sums(gl.SliceLayout(1, L), cfg)
         for i in range(n, end):
             state = (s, dk, dv, line, sums)
@@ -314,29 +318,30 @@ def _own_keys(
     # keys are read for dq of both halves
     last = total - 1
     mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
-    _leave(dk_desc, mem.k.index(WHICH), dk * factor, at, row, cfg.D, cfg)
+    _leave(dk_desc, mem.k.index(WHICH), dk * outgoing, at, row, cfg.D, cfg)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "scale", "shape"])
+@gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "scales", "shape"])
 def backward_kernel(
     q_desc, do_desc, k_desc, v_desc, stats, dk_desc, dv_desc, dq_ptr, lists, score_args, mask_args,
-    sinks, scale, shape, cfg: gl.constexpr,
+    sinks, scales, shape, cfg: gl.constexpr,
 ):  # fmt: skip
-    """shape: see backward_shared.locate. lists = (offsets, entries, work, batch step, head step,
-    key blocks) of the transposed mask. stats: backward.py's, [2, lines]. dq_ptr: [lines, D]
-    float32, zeros before."""
+    """scales: factor and base of score_form.py, and what dk and dq are scaled by. shape: see
+    backward_shared.locate. lists = (offsets, entries, work, batch step, head step, key blocks) of
+    the transposed mask. stats: backward.py's, [2, lines]. dq_ptr: [lines, D] float32, zeros
+    before."""
     mem = allocate(cfg)
     at = locate(lists, shape, cfg)
-    factor, kv_len = scale[0].to(gl.float32), whole32(shape, 12)
+    kv_len = whole32(shape, 12)
     q_offset, kv_offset = whole32(shape, 21), whole32(shape, 24)
     if cfg.DQ_APART:
         gl.warp_specialize(
             [
                 (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
-                             factor, kv_len, q_offset, kv_offset, 0, cfg)),
+                             scales, kv_len, q_offset, kv_offset, 0, cfg)),
                 (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
-                             factor, kv_len, q_offset, kv_offset, 1, cfg)),
+                             scales, kv_len, q_offset, kv_offset, 1, cfg)),
                 (_own_queries, (mem, at, dq_ptr, cfg)),
                 (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
             ],
@@ -347,9 +352,9 @@ def backward_kernel(
         gl.warp_specialize(
             [
                 (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
-                             factor, kv_len, q_offset, kv_offset, 0, cfg)),
+                             scales, kv_len, q_offset, kv_offset, 0, cfg)),
                 (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
-                             factor, kv_len, q_offset, kv_offset, 1, cfg)),
+                             scales, kv_len, q_offset, kv_offset, 1, cfg)),
                 (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
             ],
             [4, 1],

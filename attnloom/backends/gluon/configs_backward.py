@@ -28,12 +28,14 @@ class Form:
     dq_registers: int = 72
     load_registers: int = 24
     late: bool = False
+    packed: bool = False
 
 
 _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)
 _NARROW_EARLY = Form(4, dq_apart=True, early=True, fold=False, registers=208)
 _NARROW_FOLD = Form(4, dq_apart=True, early=True, fold=True, registers=208)
 _WIDE = Form(2, dq_apart=False, early=False, fold=False, registers=240)
+_WIDE_PACKED = Form(2, dq_apart=False, early=False, fold=False, registers=240, packed=True)
 _WIDE_LATE = Form(2, dq_apart=False, early=False, fold=False, registers=240, late=True)
 _WIDE_FOLD = Form(2, dq_apart=False, early=False, fold=True, registers=240)
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.configs_backward import KEYS, STEP, Form, width_of
 from attnloom.backends.gluon.emit_grad import gradient_fragment
-from attnloom.backends.gluon.fragments import mask_fragment, score_fragment
+from attnloom.backends.gluon.fields_forward import form_of, scales_of
+from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
+from attnloom.backends.gluon.score_form import ScoreForm
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.arguments import is_aligned
 from attnloom.backends.triton.captured import sinks_form
 from attnloom.backends.triton.config import KernelConfig
-from attnloom.backends.triton.emit_grad import gradient_of, is_tame
+from attnloom.backends.triton.emit_grad import Sinks, gradient_of, is_tame
 from attnloom.backends.triton.fields import target_of, triton_type
 from attnloom.backends.triton.operands import Operands
-from attnloom.ir.node import BoundProgram
+from attnloom.ir.node import Program
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,9 +32,11 @@ class BackwardSm90Config(KernelConfig):
     D, DV: head dimensions as tiles cover them. SUB: steps in a block of queries of the mask.
     TILES_PER_BLOCK: programs in a block of keys. SAME_LISTS: all units have the same live blocks.
     BY_HEAD: fragments tell heads apart, or captured gradients are summed by head.
-    HAS_TAIL: the last program's keys reach past KV_LEN. MAY_MASK: HAS_MASK or HAS_TAIL.
-    HAS_SINKS: captured gradients. SLOPE_FIRST, SLOPE: the derivative is computed with the score and
-        kept in this type. FINITE_SLOPE: and is known to be finite.
+    HAS_SCORE, HAS_BIAS, UNSCALED: as in fields_forward.py; without parts if HAS_SINKS.
+    NEEDS_QUERIES: consumers ask which queries a step has. HAS_TAIL: the last program's keys reach
+        past KV_LEN. MAY_MASK: HAS_MASK or HAS_TAIL.
+    HAS_SINKS: captured gradients. SLOPE_FIRST: there are none, and the derivative by the score is
+        computed with the score. FINITE_SLOPE: it is finite where scores are.
     REGISTERS, DQ_REGISTERS, LOAD_REGISTERS: a thread, of consumers after the first, of the
         warpgroup of dq, of the producer.
     """
@@ -49,13 +52,16 @@ class BackwardSm90Config(KernelConfig):
     SAME_LISTS: bool
     HAS_LISTS: bool
     HAS_SCORE: bool
+    HAS_BIAS: bool
+    UNSCALED: bool
     HAS_MASK: bool
     HAS_TAIL: bool
     MAY_MASK: bool
+    NEEDS_QUERIES: bool
     BY_HEAD: bool
     HAS_SINKS: bool
     SLOPE_FIRST: bool
-    SLOPE: gl.dtype
+    PACKED: bool
     FINITE_SLOPE: bool
     DQ_APART: bool
     EARLY: bool
@@ -68,6 +74,9 @@ class BackwardSm90Config(KernelConfig):
     SCORE_ROW: JITFunction | None = None
     SCORE_COLUMN: JITFunction | None = None
     SCORE_BODY: JITFunction | None = None
+    BIAS_HEAD: JITFunction | None = None
+    BIAS_SLOPE: JITFunction | None = None
+    BIAS_AT: JITFunction | None = None
     MASK_HEAD: JITFunction | None = None
     MASK_ROW: JITFunction | None = None
     MASK_COLUMN: JITFunction | None = None
@@ -113,35 +122,76 @@ def around_config(operands: Operands, width: int) -> AroundConfig:
     )
 
 
-def main_config(operands: Operands, form: Form) -> BackwardSm90Config:
+@dataclass(frozen=True, slots=True)
+class Mods:
+    """How a call's mods enter the kernel.
+
+    score: the score_mod in parts, whole where captured tensors get gradients; None without one.
+    sinks: how those leave. scales: factor and base of score_form.py, and what dk and dq are scaled
+    by. unscaled: factor is 1.
+    """
+
+    score: ScoreForm | None
+    sinks: Sinks | None
+    scales: tuple[float, float, float]
+    unscaled: bool
+
+    @staticmethod
+    def of(call: AttentionCall, fixed: bool) -> Mods:
+        """fixed: with the numbers of the score_mod written into it."""
+        if call.score is None:
+            score, sinks = None, None
+        else:
+            gradient = gradient_of(call.score.program, call.options.exact_math)
+            sinks = sinks_form(call, gradient) if gradient.contributions else None
+            whole = ScoreForm(1.0, 1.0, call.score.program, None)
+            score = form_of(call, fixed) if sinks is None else whole
+        found = scales_of(call, score)
+        before, outer = (1.0, 1.0) if score is None else (score.before, score.outer)
+        scales = (found.factor, found.base, call.scale * before * outer)
+        return Mods(score, sinks, scales, found.unscaled)
+
+    @property
+    def inner(self) -> Program | None:
+        return None if self.score is None else self.score.inner
+
+    @property
+    def bias(self) -> Program | None:
+        return None if self.score is None else self.score.bias
+
+
+def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Config:
     """The configuration of the main kernel in one form."""
     call, blocks = operands.call, operands.call.blocks
     query, key, value = operands.query, operands.key, operands.value
-    operand = triton_type(query.dtype)
     units = query.size(0) // key.size(0) * (query.size(1) // key.size(1))
     has_tail = key.size(2) % KEYS != 0
-    fragments, sinks = _fragments(call)
+    may_mask = call.mask is not None or has_tail
+    has_score, has_bias = mods.inner is not None, mods.bias is not None
+    exact = call.options.exact_math
     return BackwardSm90Config(
         TILE_M=STEP,
         STAGES=form.stages,
         LOG_STAGES=form.stages.bit_length() - 1,
         D=width_of(query.size(3)),
         DV=width_of(value.size(3)),
-        OPERAND=operand,
+        OPERAND=triton_type(query.dtype),
         SUB=1 if blocks is None else blocks.q_block // STEP,
         TILES_PER_BLOCK=1 if blocks is None else blocks.kv_block // KEYS,
         SAME_LISTS=blocks is None or blocks.num_batches * blocks.num_heads == 1,
         HAS_LISTS=blocks is not None,
-        HAS_SCORE=call.score is not None,
+        HAS_SCORE=has_score,
+        HAS_BIAS=has_bias,
+        UNSCALED=mods.unscaled,
         HAS_MASK=call.mask is not None,
         HAS_TAIL=has_tail,
-        MAY_MASK=call.mask is not None or has_tail,
-        BY_HEAD=units > 1 and (sinks or _tells_heads_apart(call)),
-        HAS_SINKS=sinks,
-        SLOPE_FIRST=call.score is not None and not sinks,
-        # with bfloat16 operands dscore is rounded as coarsely anyway
-        SLOPE=operand if query.dtype == torch.bfloat16 else gl.float32,
-        FINITE_SLOPE=call.score is None or _is_tame(call.score, call.options.exact_math),
+        MAY_MASK=may_mask,
+        NEEDS_QUERIES=may_mask or has_score or has_bias,
+        BY_HEAD=units > 1 and (mods.sinks is not None or _tells_heads_apart(call)),
+        HAS_SINKS=mods.sinks is not None,
+        SLOPE_FIRST=has_score and mods.sinks is None,
+        PACKED=form.packed,
+        FINITE_SLOPE=mods.inner is None or is_tame(gradient_of(mods.inner, exact).program),
         DQ_APART=form.dq_apart,
         EARLY=form.early,
         LATE=form.late,
@@ -149,28 +199,21 @@ def main_config(operands: Operands, form: Form) -> BackwardSm90Config:
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         LOAD_REGISTERS=form.load_registers,
-        **fragments,
+        **_fragments(call, mods),
     )
 
 
-def _fragments(call: AttentionCall) -> tuple[dict[str, Any], bool]:
-    """Fields for the fragments of a call, and whether captured tensors get gradients."""
+def _fragments(call: AttentionCall, mods: Mods) -> dict[str, Any]:
     target = target_of(call)
     found: dict[str, Any] = {}
-    sinks = None
     if call.mask is not None:
         found |= mask_fragment(call.mask.program, target).fields("MASK")
-    if call.score is not None:
-        program, exact = call.score.program, call.options.exact_math
-        gradient = gradient_of(program, exact)
-        sinks = sinks_form(call, gradient) if gradient.contributions else None
-        found |= score_fragment(program, target).fields("SCORE")
-        found |= gradient_fragment(program, target, exact, sinks)
-    return found, sinks is not None
-
-
-def _is_tame(score: BoundProgram, exact: bool) -> bool:
-    return is_tame(gradient_of(score.program, exact).program)
+    if mods.inner is not None:
+        found |= score_fragment(mods.inner, target).fields("SCORE")
+        found |= gradient_fragment(mods.inner, target, call.options.exact_math, mods.sinks)
+    if mods.bias is not None:
+        found |= bias_fragment(mods.bias, target).fields()
+    return found
 
 
 def _tells_heads_apart(call: AttentionCall) -> bool:

@@ -15,6 +15,8 @@ from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.gluon import ready_backward
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS, KEYS
+from attnloom.backends.gluon.fields_backward import Mods
+from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.gluon.ready_backward import Ready
 from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton import launch_backward as portable_kernels
@@ -23,7 +25,7 @@ from attnloom.backends.triton.captured import Captured
 from attnloom.backends.triton.launcher import addresses_aligned
 from attnloom.backends.triton.lists import work_lists
 from attnloom.backends.triton.operands import Operands
-from attnloom.backends.triton.packed import pack_double, pack_ints
+from attnloom.backends.triton.packed import pack_ints
 from attnloom.backends.triton.transposed import transposed_lists
 
 _NO_LISTS = (0.0,) * 12
@@ -65,8 +67,9 @@ def _run_known(operands: Operands) -> Gradients | None:
     seen, ready = ready_backward.remembered(key)
     if seen:
         return None if ready is None else _run(operands, ready)
+    mods = Mods.of(operands.call, has_first_numbers(operands.call))
     for form in ready_backward.candidates(operands):
-        ready = ready_backward.prepare(operands, form)
+        ready = ready_backward.prepare(operands, form, mods)
         try:
             found = _run(operands, ready)
         except OutOfResources:
@@ -84,7 +87,7 @@ def _run(operands: Operands, ready: Ready) -> Gradients:
     device = dq.device
     stats = torch.empty(2, ready.lines, dtype=torch.float32, device=device)
     dq_sum = torch.empty(ready.lines, ready.width, dtype=torch.float32, device=device)
-    lse, scale = operands.lse, pack_double(call.scale)
+    lse = operands.lse
     ready.prepare(
         operands.rows_aligned, operands.out, operands.dout,
         lse if operands.dlse is None else operands.dlse, lse, stats, dq_sum, ready.around_shape,
@@ -98,9 +101,10 @@ def _run(operands: Operands, ready: Ready) -> Gradients:
     ready.main(
         addresses_aligned(call), q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc,
         dv_desc, dq_sum, _lists(call), bind(call.score), bind(call.mask),
-        _NO_SINKS if captured is None else captured.arguments(None), scale, ready.main_shape,
+        _NO_SINKS if captured is None else captured.arguments(None), ready.scales,
+        ready.main_shape,
     )  # fmt: skip
-    ready.finish(True, dq_sum, dq, scale, ready.around_shape)
+    ready.finish(True, dq_sum, dq, ready.scales[2], ready.around_shape)
     dtensors: tuple[torch.Tensor | None, ...] = ()
     if captured is not None:
         dtensors = captured.total(None)

@@ -14,7 +14,8 @@ from attnloom.backends.gluon.backward_around import finish_kernel, prepare_kerne
 from attnloom.backends.gluon.backward_sm90 import backward_kernel
 from attnloom.backends.gluon.configs_backward import KEYS, MAX_HEAD_DIM, STEP, Form, width_of
 from attnloom.backends.gluon.descriptors import Blank
-from attnloom.backends.gluon.fields_backward import around_config, main_config
+from attnloom.backends.gluon.fields_backward import Mods, around_config, main_config
+from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import steps, takes_descriptor
@@ -33,7 +34,7 @@ class Ready:
     """One backward but for addresses.
 
     blanks: of query, dout, key, value, dk, dv. stats: of the row statistics.
-    lines: rows of the statistics and of dq's memory, `width` columns wide.
+    lines: rows of the statistics and of dq's memory, `width` columns wide. scales: see Mods.
     """
 
     prepare: Launcher
@@ -43,6 +44,7 @@ class Ready:
     stats: Blank
     lines: int
     width: int
+    scales: tuple[float, float, float]
     around_shape: tuple[float, ...]
     main_shape: tuple[float, ...]
     strides: tuple[float, ...]
@@ -106,13 +108,13 @@ def may_fold(call: AttentionCall) -> bool:
     return call.score is None and 1e-20 < call.scale < 1e20
 
 
-def prepare(operands: Operands, form: Form) -> Ready:
+def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
     """Everything of a backward that does not change from call to call."""
     query, key, value, dout = operands.inputs
     batch, heads, q_len, head_dim = query.shape
     lines, width = _lines(query), width_of(head_dim)
     value_width = width_of(value.size(3))
-    around = around_config(operands, width)
+    around, main = around_config(operands, width), main_config(operands, form, mods)
     rows = lines // STEP
     boxes = (
         (query, STEP, width),
@@ -124,12 +126,13 @@ def prepare(operands: Operands, form: Form) -> Ready:
     )
     return Ready(
         Launcher(prepare_kernel, around, rows, {"num_warps": 4}),
-        Launcher(backward_kernel, main_config(operands, form), _programs(key), {"num_warps": 4}),
+        Launcher(backward_kernel, main, _programs(key), {"num_warps": 4}),
         Launcher(finish_kernel, around, rows - 1, {"num_warps": 4}),
         tuple(Blank.of(tensor, n, w) for tensor, n, w in boxes),
         _blank_statistics(lines, query.device),
         lines,
         width,
+        mods.scales,
         pack_ints((heads, q_len, _pitch(query), batch * heads)),
         pack_ints(_main_shape(operands)),
         pack_ints([step for t in (operands.out, dout) for step in steps(t)]),
@@ -177,8 +180,8 @@ _ready: dict[tuple[Any, ...], Ready | None] = {}
 
 def key_of(operands: Operands) -> tuple[Any, ...]:
     blocks = operands.call.blocks
-    heads = None if blocks is None else blocks.num_batches * blocks.num_heads == 1
-    return operands.signature, may_fold(operands.call), heads
+    alike = blocks is None or blocks.num_batches * blocks.num_heads == 1
+    return operands.signature, operands.call.scale, has_first_numbers(operands.call), alike
 
 
 def remembered(key: tuple[Any, ...]) -> tuple[bool, Ready | None]:
