@@ -18,8 +18,9 @@ from attnloom.backends.triton.config import INTERPRETED
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 512
 MAX_TILE = 128  # rows or keys of the largest tile of all tables
-# Tiles whose kernel spills more 4-byte registers a thread are passed over, MAX_TRIES at most.
-FEW_SPILLS = 8
+# Tiles whose kernel spills more 4-byte registers a thread are passed over, MAX_TRIES at most. ALiBi
+# and documents spill 9 and 11 in a program of 128 x 64, two of which run on a processor.
+FEW_SPILLS = 12
 MAX_TRIES = 3
 _UNLIMITED = 1 << 30
 
@@ -160,9 +161,15 @@ def decode_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
 
 
 def _fitting(found: tuple[Tile, ...], device: Device, shape: Shape) -> tuple[Tile, ...]:
-    fitted = [_clamped(t, shape) for t in (*found, *_SMALL)]
+    fitted = [_clamped(t, shape) for t in (*as_they_fit(found, shape.max_m, shape.max_n), *_SMALL)]
     kept = [t for t in dict.fromkeys(fitted) if shared_bytes(t, shape) <= device.shared_bytes]
     return tuple(kept) or (Tile(16, 16, 4, 1),)
+
+
+def as_they_fit(found: tuple[Tile, ...], max_m: int, max_n: int) -> tuple[Tile, ...]:
+    """Tiles in the order given, but those that have to be cut down last: stages and warps of a
+    large tile are not what a small one is best with."""
+    return tuple(sorted(found, key=lambda t: t.tile_m > max_m or t.tile_n > max_n))
 
 
 def _clamped(tile: Tile, shape: Shape) -> Tile:

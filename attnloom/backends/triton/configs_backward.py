@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from attnloom.backends.triton.config import INTERPRETED
-from attnloom.backends.triton.configs import Device, Tile
+from attnloom.backends.triton.configs import Device, Tile, as_they_fit
 
 # Registers a thread that a kernel may spill before smaller tiles are tried: up to here the larger
 # tile was the faster one (H200, D=128: documents 11, ALiBi 13; soft-capping, 38, ran 10% faster in
@@ -79,7 +79,7 @@ def row_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _fitting(table: Table, device: Device, shape: Shape, owned: str) -> tuple[Tile, ...]:
-    found = (*_lookup(table, device, shape), *_SMALL)
+    found = (*as_they_fit(_lookup(table, device, shape), shape.max_m, shape.max_n), *_SMALL)
     if shape.multiply_adds:
         found = _MULTIPLY_ADDS[owned]
     fitted = [_clamped(t, shape) for t in found]

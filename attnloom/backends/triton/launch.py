@@ -12,6 +12,7 @@ from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.configs import MAX_HEAD_DIM
 from attnloom.backends.triton.current import on_device
 from attnloom.backends.triton.lists import fitted
+from attnloom.backends.triton.refined import refined
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _POSITIONS = 2**31 - 256  # row and key numbers of the last tile fit int32
@@ -62,7 +63,7 @@ class TritonBackend:
         from attnloom.backends.triton import launch_backward
 
         with on_device(call.query.device):
-            return launch_backward.backward(_fitted(call), out, lse, dout, dlse)
+            return launch_backward.backward(refined(_fitted(call)), out, lse, dout, dlse)
 
 
 def _fitted(call: AttentionCall) -> AttentionCall:

@@ -1,0 +1,74 @@
+"""Smaller blocks, for the backward of masks whose rows have few.
+
+Where a row of blocks holds a handful of live ones, many are partial, and many scores in those are
+masked: of the 128 x 128 blocks of twelve documents, blocks of 64 x 64 keep 71% at 2,048 tokens and
+85% at 8,192. The kernels of the backward lose little with tiles of 64 (docs/log.md); the forward
+computes the given blocks, since a tile of 128 rows shares its keys.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import torch
+
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton.lists import is_capturing
+from attnloom.block_mask import BlockLists
+from attnloom.ir.node import BoundProgram
+from attnloom.masking.refine import refine, tells_apart
+
+SIDE = 64
+# Below it a launch takes longer than the kernel does.
+_SHORTEST = 1024
+# Live blocks a row at most, on average, and blocks in all (each is evaluated once).
+FEW_BLOCKS = 6
+_MOST_BLOCKS = 1 << 14
+# Of the scores in the given blocks, as many as a refinement may keep to be worth it.
+_WORTH = 0.9
+
+_cache: dict[tuple[object, ...], BlockLists] = {}
+
+
+def refined(call: AttentionCall) -> AttentionCall:
+    """The call with blocks of SIDE x SIDE where that leaves out enough; computed once a mask."""
+    blocks, mask = call.blocks, call.mask
+    if blocks is None or mask is None or not call.query.is_cuda or not _has_few(blocks):
+        return call
+    key = (
+        id(blocks.row_offsets),
+        id(blocks.entries),
+        blocks.q_len,
+        blocks.kv_len,
+        blocks.q_offset,
+        blocks.kv_offset,
+        mask.program.digest,
+        mask.numbers,
+        *[(id(t), -1 if t.is_inference() else t._version) for t in mask.tensors],
+    )
+    found = _cache.get(key)
+    if found is None:
+        if is_capturing(blocks.entries):
+            return call  # to count tiles is to wait for the device
+        found = _cache[key] = _refined(mask, blocks)
+        for tensor in (blocks.row_offsets, blocks.entries, *mask.tensors):
+            weakref.finalize(tensor, _cache.pop, key, None)
+    return call if found is blocks else replace(call, blocks=found)
+
+
+def _has_few(blocks: BlockLists) -> bool:
+    rows, live = blocks.row_offsets.numel() - 1, blocks.entries.numel()
+    return min(blocks.q_block, blocks.kv_block) > SIDE and 0 < live <= min(
+        FEW_BLOCKS * rows, _MOST_BLOCKS
+    )
+
+
+def _refined(mask: BoundProgram, blocks: BlockLists) -> BlockLists:
+    if not tells_apart(mask, blocks):
+        return blocks
+    with torch.no_grad():
+        found = refine(mask, blocks, SIDE)
+    scores = blocks.entries.numel() * blocks.q_block * blocks.kv_block
+    worth = 0 < found.entries.numel() * SIDE * SIDE <= _WORTH * scores
+    return found if worth else blocks
