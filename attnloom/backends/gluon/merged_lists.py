@@ -16,6 +16,7 @@ import weakref
 import torch
 
 from attnloom.backends.gluon.configs_forward import ROWS
+from attnloom.backends.triton.lists import is_capturing
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
 
@@ -33,7 +34,10 @@ def merged_lists(blocks: BlockLists, consumers: int) -> MergedLists:
     key = (id(tensors[0]), id(tensors[1]), consumers, blocks.q_len, blocks.kv_len)
     found = _cache.get(key)
     if found is None:
-        found = _cache[key] = _merge(blocks, consumers)
+        found = _merge(blocks, consumers)
+        if is_capturing(tensors[0]):
+            return found  # its memory belongs to a graph, which fills it at replay
+        _cache[key] = found
         for tensor in tensors:
             weakref.finalize(tensor, _cache.pop, key, None)
     return found
