@@ -53,7 +53,10 @@ def neighborhood(
     steps = read_sizes(name, "dilation", dilation, len(sizes))
     causal = (is_causal,) * len(sizes) if isinstance(is_causal, bool) else tuple(is_causal)
     if len(causal) != len(sizes):
-        raise ModError(f"{name}: is_causal is {is_causal}; the canvas has {len(sizes)} axes.")
+        raise ModError(
+            f"{name}: is_causal is {is_causal}; the canvas has {len(sizes)} axes. Give one flag "
+            "for every axis, or a single one for all."
+        )
     axes = [_Axis(*axis) for axis in zip(sizes, kernels, steps, causal, strict=True)]
     for axis in axes:
         if axis.kernel * axis.dilation > axis.size:

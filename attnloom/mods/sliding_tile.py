@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attnloom.errors import ModError
 from attnloom.masking.views import MaskMod
-from attnloom.mods.arguments import read_canvas, read_sizes
+from attnloom.mods.arguments import read_canvas, read_odd, read_sizes
 from attnloom.mods.neighborhood import positions_in
 from attnloom.mods.token_order import TokenOrder, tiled_order
 
@@ -37,10 +36,8 @@ def sliding_tile(canvas: Any, tile: Any, window: Any, order: TokenOrder | None =
     sizes = read_canvas(name, canvas)
     sides = read_sizes(name, "tile", tile, len(sizes))
     windows = read_sizes(name, "window", window, len(sizes))
-    if any(w % 2 == 0 for w in windows):
-        raise ModError(f"{name}: window is {window}; it must be odd, so that it has a middle.")
     counts = [-(-size // side) for size, side in zip(sizes, sides, strict=True)]
-    reach = [w // 2 for w in windows]
+    reach = [read_odd(name, "window", w) // 2 for w in windows]
     positions = positions_in(name, sizes, order or tiled_order(sizes, sides))
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

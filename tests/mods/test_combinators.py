@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attnloom import BlockMask, create_block_mask, create_mask, flex_attention, mods
-from attnloom.errors import ModError, OptionError
 from tests.harness.agree import close, normal
 from tests.mods.dense import BOTH, Sizes, check_mask, check_score, grid
 
@@ -216,28 +215,3 @@ def test_training_and_decoding_agree() -> None:
             q[:, :, t : t + 1], k, v, mods.offset(slopes, at), mask, kernel_options=options
         )
         close(step, expected[:, :, t : t + 1])
-
-
-def test_errors() -> None:
-    soft = mods.softcap(1.0)
-    for call, text in (
-        (
-            lambda: mods.not_mask(soft),
-            "not_mask: argument 0 is 'softcap.<locals>.score_mod', a score_mod",
-        ),
-        (lambda: mods.xor_masks(mods.causal_mask, soft), "xor_masks: argument 1 is"),
-        (
-            lambda: mods.compose(mods.causal_mask),
-            "compose: argument 0 is 'causal_mask', a mask_mod",
-        ),
-        (lambda: mods.compose(mods.softcap), "If it is a factory that makes a mod, call it"),
-        (lambda: mods.per_head(), "per_head: there are no mods"),
-        (lambda: mods.per_head(mods.causal_mask, soft), "per_head: argument 1 is"),
-        (lambda: mods.per_head(soft, soft, heads=[0, 2]), "heads names mod 2, and there are 2"),
-        (lambda: mods.offset(None, 1), "'NoneType' is not a function"),
-    ):
-        with pytest.raises(ModError) as caught:
-            call()
-        assert text in str(caught.value)
-    with pytest.raises(OptionError, match="give one of cu_seqlens and ids"):
-        mods.on_documents(mods.causal_mask)

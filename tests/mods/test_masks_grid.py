@@ -10,7 +10,6 @@ import torch
 
 from attnloom import flex_attention, mods
 from attnloom.api.masks import create_block_mask
-from attnloom.errors import ModError
 from tests.harness.agree import close, normal
 from tests.mods.dense import BOTH, Sizes, check_mask
 
@@ -222,25 +221,3 @@ def test_swin_window(canvas, window, shift) -> None:
     mod = mods.swin_window(canvas, window, shift)
     backends = BOTH if canvas == (7, 6) else ("tiled",)
     check_mask(mod, lambda b, h, q, k: name(q) == name(k), square(canvas), *backends)
-
-
-def test_errors() -> None:
-    for call, text in (
-        (
-            lambda: mods.neighborhood((6, 7), 4, 2),
-            "kernel of 4 with dilation 2 does not fit an axis of 6",
-        ),
-        (lambda: mods.neighborhood((6, 7), (3, 3, 3)), "which has 3 axes; the canvas has 2"),
-        (lambda: mods.neighborhood((2, 2, 2, 2), 1), "must have 1, 2 or 3 axes"),
-        (lambda: mods.neighborhood((6, 7), 3, is_causal=[True]), "is_causal is [True]"),
-        (
-            lambda: mods.neighborhood((6, 7), 3, order=mods.morton_order((7, 6))),
-            "order is of a canvas (7, 6), the mask of (6, 7)",
-        ),
-        (lambda: mods.sliding_tile((6, 6), 2, 2), "window is 2; it must be odd"),
-        (lambda: mods.tiled_order((6, 6), 0), "tile is 0; it must be an int of 1 or more"),
-        (lambda: mods.swin_window((6, 6, 6), 2), "canvas is (6, 6, 6), which has 3 axes"),
-    ):
-        with pytest.raises(ModError) as caught:
-            call()
-        assert text in str(caught.value)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from attnloom import mods
-from attnloom.errors import ModError
 from tests.mods.dense import BOTH, Sizes, check_mask
 
 CU = [0, 13, 13, 14, 33, 40]  # an empty document, and one of a single token
@@ -246,8 +245,3 @@ def test_an_empty_tree() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     assert mods.ancestor_bits(empty).shape == (0, 0)
     check_mask(mods.token_tree(empty, 5), lambda b, h, q, k: k < 5, Sizes(Q=0, KV=8), "tiled")
-
-
-def test_a_parent_after_its_child() -> None:
-    with pytest.raises(ModError, match=r"parents\[1\] is 1; a parent comes before its child"):
-        mods.token_tree([-1, 1])
