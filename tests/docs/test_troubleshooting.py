@@ -16,6 +16,7 @@ from tests.api import test_options
 from tests.compiler import test_errors_trace as trace_errors
 from tests.docs.blocks import ROOT
 from tests.masks import test_errors as mask_errors
+from tests.mods import test_errors as mods_errors
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ENTRIES = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)
@@ -42,6 +43,7 @@ def _pinned() -> Iterator[str]:
             yield trace_errors._message(mod, kind)
     yield from (text for _, _, text in api_errors.INPUTS.values())
     yield from (api_errors.SMALLER, api_errors.LARGER)
+    yield from (text for _, _, text in mods_errors.ERRORS.values())
     for call, _, _ in _parameters(mask_errors.test_errors_name_the_values):
         yield _raised(call)
     for options, _ in _parameters(test_options.test_mistakes):
