@@ -40,6 +40,7 @@ class _Launcher:
     compiled = []  # (kernel name, Compiled) of the last call
 
     spills = 0
+    takes_tensors = False
 
     def __call__(self, aligned, *args) -> None:
         made = compile_for(self.target, self.kernel, (*args, self.config), self.options)

@@ -75,6 +75,7 @@ class Checker:
     """In place of launcher.Launcher: compiles, starts directly, and compares."""
 
     checked: list[str] = []
+    takes_tensors = False
 
     def __init__(self, kernel: Any, config: Any, grid: int, options: dict[str, int]) -> None:
         self.kernel, self.config, self.grid, self.options = kernel, config, grid, options
@@ -116,13 +117,18 @@ class Checker:
                 return TensorDescriptor(base, arg.shape, arg.strides, arg.block_shape)
             return torch.empty_like(arg) if isinstance(arg, torch.Tensor) else arg + 1
 
+        first = library.given
         others = tuple(moved(a) for a in args)
         launch(0, others)
         wanted = [b for k, a in zip(kinds, others, strict=True) for b in expected(k, a)]
         assert library.given[:-2] == wanted
-        assert library.replaced == [
-            a.base.data_ptr() for a in others if isinstance(a, TensorDescriptor)
-        ]
+        bases = [a.base for a in others if isinstance(a, TensorDescriptor)]
+        assert library.replaced == [base.data_ptr() for base in bases]
+        library.replaced.clear()
+        launch(0, tuple(a.base if isinstance(a, TensorDescriptor) else a for a in args))
+        assert library.given == first
+        moved_back = [a.base for a in args if isinstance(a, TensorDescriptor)]
+        assert library.replaced == [base.data_ptr() for base in moved_back]
 
 
 def test_parameters_are_those_that_the_kernels_declare() -> None:

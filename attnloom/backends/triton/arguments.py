@@ -125,6 +125,12 @@ def blank_descriptors(tensor: torch.Tensor, rows: int, chunks: tuple[int, int, i
     return tuple(found)  # type: ignore[return-value]
 
 
+def stand_ins(blank: Triple, tensor: torch.Tensor) -> Triple:
+    """A tensor in place of its descriptors, for launchers that know the rest of them."""
+    _, second, third = blank
+    return tensor, second and tensor, third and tensor
+
+
 def addressed(blank: Triple, tensor: torch.Tensor) -> Triple:
     """Fresh descriptors of a tensor: a blank may be in use by other threads."""
     first, second, third = blank

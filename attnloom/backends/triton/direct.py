@@ -135,7 +135,8 @@ class Direct:
         with self._lock:  # the driver has copied the parameters when it returns
             self._write_plain(*[args[i].data_ptr() for i in self._plain])
             for part in self._maps:
-                place = args[part.at].base.data_ptr()
+                arg = args[part.at]
+                place = (arg if isinstance(arg, torch.Tensor) else arg.base).data_ptr()
                 if place != part.last:
                     self._replace(self._address + part.map_at, place)
                     part.last = place

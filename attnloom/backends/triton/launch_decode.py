@@ -13,6 +13,7 @@ from attnloom.backends.triton.arguments import (
     Triple,
     addressed,
     bind,
+    stand_ins,
 )
 from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.decode import combine_kernel, decode_kernel
@@ -94,10 +95,12 @@ def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
     key, value = tensors.key, tensors.value
+    aligned = addresses_aligned(call)
     sources: tuple[object, ...] = (key, key, key, value, value, value)
     if ready.blanks is not None:
         of_key, of_value = ready.blanks
-        sources = (*addressed(of_key, key), *addressed(of_value, value))
+        give = stand_ins if aligned and ready.launch.takes_tensors else addressed
+        sources = (*give(of_key, key), *give(of_value, value))
     lists: tuple[object, ...] = _NO_LISTS
     if call.blocks is not None:
         found = group_lists(call.blocks, call.query.size(1) // key.size(1))
@@ -108,7 +111,7 @@ def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
     scale = pack_double(call.scale)
     outputs = tensors.outputs()
     ready.launch(
-        addresses_aligned(call), tensors.query, *sources, *outputs, *partial, lists,
+        aligned, tensors.query, *sources, *outputs, *partial, lists,
         bind(call.score), bind(call.mask), scale, ready.shape, ready.strides,
     )  # fmt: skip
     if ready.num_splits > 1:

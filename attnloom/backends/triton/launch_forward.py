@@ -15,6 +15,7 @@ from attnloom.backends.triton.arguments import (
     addressed,
     bind,
     blank_descriptors,
+    stand_ins,
 )
 from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.fields import (
@@ -83,14 +84,12 @@ def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
     query, key, value = tensors.query, tensors.key, tensors.value
+    aligned = addresses_aligned(call)
     sources: tuple[object, ...] = (query, query, query, key, key, key, value, value, value)
     if ready.blanks is not None:
         of_query, of_key, of_value = ready.blanks
-        sources = (
-            *addressed(of_query, query),
-            *addressed(of_key, key),
-            *addressed(of_value, value),
-        )
+        give = stand_ins if aligned and ready.launch.takes_tensors else addressed
+        sources = (*give(of_query, query), *give(of_key, key), *give(of_value, value))
     lists: tuple[object, ...] = _NO_LISTS
     blocks = call.blocks
     if blocks is not None:
@@ -99,7 +98,7 @@ def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
         entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
         lists = (entries, found.work, *found.steps)
     ready.launch(
-        addresses_aligned(call), *sources, *tensors.outputs(), lists, bind(call.score),
+        aligned, *sources, *tensors.outputs(), lists, bind(call.score),
         bind(call.mask), pack_double(call.scale), ready.shape, ready.strides,
     )  # fmt: skip
 

@@ -45,6 +45,11 @@ class Launcher:
         self._direct: Direct | None = None
         self._device = 0
 
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether aligned launches take tensors in place of their descriptors."""
+        return self._direct is not None and not _is_watched()
+
     def __call__(self, aligned: bool, *args: object) -> None:
         """Launch on the current device and stream.
 
@@ -52,7 +57,7 @@ class Launcher:
             aligned: the addresses of all tensors that this launcher is not remembered by are
                 multiples of 16, and their types those of the first launch.
         """
-        if self._direct is not None and aligned and knobs.runtime.launch_enter_hook is None:
+        if self._direct is not None and aligned and not _is_watched():
             self._direct(_stream_of(self._device), args)
         elif self._compiled is not None and aligned:
             self._start_compiled(args)
@@ -89,6 +94,12 @@ class Launcher:
             *grid, stream, compiled.function, compiled.packed_metadata, metadata,
             knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args, self.config,
         )  # fmt: skip
+
+
+def _is_watched() -> bool:
+    """Whether somebody, a profiler say, wants to hear of launches: Triton's launcher tells."""
+    hooks = knobs.runtime.launch_enter_hook  # None, or a chain that may be empty
+    return hooks is not None and bool(getattr(hooks, "calls", True))
 
 
 def _stream_of(device: int) -> int:
