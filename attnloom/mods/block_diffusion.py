@@ -27,7 +27,8 @@ def block_diffusion(seq_len: int, block_size: int) -> MaskMod:
         mask_mod.
     Raises:
         ModError: an argument is less than 1.
-    Source: Arriola et al. 2025 (BD3-LM), arXiv:2503.09573, sec. 3.2 and appendix B.6.
+    Source: Arriola et al. 2025 (BD3-LM), arXiv:2503.09573 (the mask for training on noisy and
+        clean text in one pass).
     """
     seq_len = read_size("block_diffusion", "seq_len", seq_len, 1)
     block_size = read_size("block_diffusion", "block_size", block_size, 1)

@@ -20,8 +20,8 @@ def documents(ids: Integers, kv_ids: Integers | None = None) -> MaskMod:
         causal documents: and_masks(causal_mask, documents(ids)).
     Raises:
         DtypeError, ShapeError: ids are not integers, or have another number of dimensions.
-    Source: Raffel et al. 2020 (T5), arXiv:1910.10683, sec. 3.1.2 (packing); Dong et al. 2024,
-        arXiv:2412.05496, sec. 4.
+    Source: Raffel et al. 2020 (T5), arXiv:1910.10683, sec. 3.1.2 (packing); as a mask_mod, Dong
+        et al. 2024, arXiv:2412.05496.
     """
     of_queries = read_integers("ids", ids, 1, 2)
     of_keys = of_queries if kv_ids is None else read_integers("kv_ids", kv_ids, 1, 2)

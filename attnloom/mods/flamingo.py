@@ -25,7 +25,7 @@ def flamingo(
         first image sees nothing and gets 0.
     Raises:
         ModError: media_locations is no such tensor, or tokens_per_image < 1.
-    Source: Alayrac et al. 2022, arXiv:2204.14198, sec. 2.3 and appendix A.1.3.
+    Source: Alayrac et al. 2022, arXiv:2204.14198, sec. 2.3.
     """
     flags = read_flags("flamingo", "media_locations", media_locations)
     size = read_size("flamingo", "tokens_per_image", tokens_per_image, 1)

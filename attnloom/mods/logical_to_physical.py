@@ -24,8 +24,8 @@ def logical_to_physical(
         A mod of the same kind. A mask_mod drops empty places; a score_mod sees position 0 there.
     Raises:
         ModError: mod is neither. DtypeError, ShapeError: positions are no integers.
-    Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, sec. 4.1; Dong et al. 2024,
-        arXiv:2412.05496, sec. 5.
+    Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, sec. 4.1; with mods, Dong et
+        al. 2024, arXiv:2412.05496.
     """
     tables = [
         None if given is None else read_integers(name, given, 1, 2)

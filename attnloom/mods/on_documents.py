@@ -26,7 +26,7 @@ def on_documents(
     Raises:
         ModError: mod is neither. OptionError: not exactly one of cu_seqlens and ids is given.
         DtypeError, ShapeError: they are not integers.
-    Source: Dong et al. 2024, arXiv:2412.05496, sec. 4; BlockMask.from_cu_seqlens and
+    Source: Dong et al. 2024, arXiv:2412.05496; BlockMask.from_cu_seqlens and
         from_document_ids give the same masks.
     """
     kind = kind_of_mod(mod)

@@ -19,8 +19,7 @@ def prefix_lm(prefix_length: int | Integers) -> MaskMod:
         mask_mod; it captures the lengths if there is one a batch entry.
     Raises:
         ModError: a single length is negative. DtypeError, ShapeError: lengths are not [B] integers.
-    Source: Raffel et al. 2020 (T5), arXiv:1910.10683, sec. 3.2.1; Liu et al. 2018,
-        arXiv:1801.10198.
+    Source: Raffel et al. 2020 (T5), arXiv:1910.10683, sec. 3.2.1.
     """
     if isinstance(prefix_length, int):
         length = read_size("prefix_lm", "prefix_length", prefix_length)

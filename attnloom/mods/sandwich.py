@@ -33,7 +33,7 @@ def sandwich(
         differentiable in score.
     Raises:
         ModError: an argument is too small, or dim is odd.
-    Source: Chi et al. 2023, arXiv:2212.10356, sec. 5.
+    Source: Chi et al. 2023, arXiv:2212.10356; the factor of each head as in NVIDIA NeMo.
     """
     heads = read_size("sandwich", "num_heads", num_heads, 1)
     far = read_size("sandwich", "max_distance", max_distance)
