@@ -13,13 +13,13 @@ import re
 import torch
 
 from attnloom.backends.registry import AttentionCall
-from attnloom.backends.triton.arguments import takes_descriptor
 
 MAX_HEAD_DIM = 256
 _TESTED = ((3, 6),)
 _ARCH = (9, 0)
 _DTYPES = (torch.float16, torch.bfloat16)
 _POSITIONS = 2**31 - 256  # row and key numbers of the last tile fit int32
+_TMA_BYTES = 16  # alignment of addresses and strides
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -28,6 +28,8 @@ def refusal(call: AttentionCall) -> str | None:
     why = _device(query.device) or _version()
     if why is not None:
         return why
+    if call.table is not None:
+        return "keys and values lie in pages, or have a length for each sequence."
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
         return (
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; the kernels "
@@ -43,9 +45,9 @@ def refusal(call: AttentionCall) -> str | None:
 
 def call_refusal(call: AttentionCall) -> str | None:
     """Why this call cannot run though its kind can: what planning does not see."""
-    for name in ("query", "key", "value"):
-        tensor = getattr(call, name)
-        if not takes_descriptor(tensor) or (tensor.stride(3) != 1 and tensor.size(3) > 1):
+    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        address = tensor.data_ptr() % _TMA_BYTES
+        if not _is_readable(tensor.shape, tensor.stride(), tensor.element_size(), address):
             return (
                 f"TMA cannot read {name}, whose strides are {tuple(tensor.stride())} elements: "
                 "rows must start at multiples of 16 bytes, with neighbouring elements in a row "
@@ -54,6 +56,18 @@ def call_refusal(call: AttentionCall) -> str | None:
         if tensor.size(2) > _POSITIONS:
             return f"{name} has {tensor.size(2)} rows (the kernels take {_POSITIONS})."
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_readable(shape: torch.Size, stride: tuple[int, ...], itemsize: int, address: int) -> bool:
+    """Whether TMA can read a tensor that lies so; address: what is left of it beyond 16 bytes."""
+    if address or (stride[3] != 1 and shape[3] > 1):
+        return False
+    # a dimension of one entry may have any stride
+    return all(
+        size == 1 or (step > 0 and step * itemsize % _TMA_BYTES == 0)
+        for size, step in zip(shape[:3], stride[:3], strict=True)
+    )
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 
 from attnloom.backends.gluon import gate
 from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients, load
+from attnloom.backends.triton.current import on_device
 from attnloom.errors import UnsupportedError
 
 _log = logging.getLogger("attnloom")
@@ -30,13 +31,11 @@ class GluonBackend:
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
         from attnloom.backends.gluon import launch_forward
 
-        why = gate.call_refusal(call) or launch_forward.refusal(call)
-        if why is None and call.options.backend == "auto":
-            why = launch_forward.slower(call)
-        if why is not None:
-            return self._other(call, why).forward(call, want_max_scores)
-        with torch.cuda.device(call.query.device):
-            return launch_forward.forward(call, want_max_scores)
+        with on_device(call.query.device):
+            found = launch_forward.forward(call, want_max_scores)
+        if isinstance(found, str):
+            return self._other(call, found).forward(call, want_max_scores)
+        return found
 
     def backward(
         self,
@@ -51,7 +50,7 @@ class GluonBackend:
         why = gate.call_refusal(call) or launch_backward.refusal(call)
         if why is not None:
             return self._other(call, why).backward(call, out, lse, dout, dlse)
-        with torch.cuda.device(call.query.device):
+        with on_device(call.query.device):
             return launch_backward.backward(call, out, lse, dout, dlse)
 
     def _other(self, call: AttentionCall, why: str):

@@ -7,28 +7,32 @@ the next."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.runtime.errors import OutOfResources
 
-from attnloom.backends.gluon import configs_forward, merged_lists
+from attnloom.backends.gluon import configs_forward, gate, merged_lists
 from attnloom.backends.gluon.configs_forward import ROWS, Form, width_of
 from attnloom.backends.gluon.descriptors import Blank
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
-from attnloom.backends.triton.arguments import bind, takes_descriptor
+from attnloom.backends.triton.arguments import bind
 from attnloom.backends.triton.fields import Tensors, launch_key, overhanging_block
 from attnloom.backends.triton.launch_decode import is_decode
 from attnloom.backends.triton.launch_forward import heads_together
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import work_lists
 from attnloom.backends.triton.packed import pack_ints
+from attnloom.block_mask import BlockLists
 
 _NO_LISTS = (0.0,) * 8
 _INT32 = 2**31 - 1
+_TILE_M = 128
 _FEW_SPILLS = 16
+_MANY_SPILLS = 64
 _READY_LIMIT = 4096
 
 
@@ -43,52 +47,87 @@ class _Ready:
     shape: tuple[float, ...]
 
 
-_ready: dict[tuple[object, ...], _Ready] = {}
+# A reason in place of a launch: such calls do not run here.
+_ready: dict[tuple[object, ...], _Ready | str] = {}
 _first_numbers: dict[str, str] = {}
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def refusal(call: AttentionCall) -> str | None:
-    """Why the forward of this call cannot run here."""
+def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
+    """Run the forward kernel on tensors none of which is empty; or say why another backend has to,
+    or under "auto" had better."""
+    # small problems hear it first: their time is the host's
+    why = _slower(call) if call.options.backend == "auto" else None
+    why = why or gate.call_refusal(call)
+    if why is not None:
+        return why
+    fixed = has_first_numbers(call)
+    inputs = _Inputs(call.query, call.key, call.value, call.query if want_max_scores else None)
+    key = (fixed, call.scale, _size_class(call.blocks), *launch_key(call, inputs))
+    ready = _ready.get(key)
+    if isinstance(ready, str):
+        return ready
+    if ready is not None:
+        tensors = Tensors.of(call, want_max_scores)
+        _launch(ready, call, tensors)
+        return tensors.result()
+    if len(_ready) >= _READY_LIMIT:
+        _ready.clear()
+    why = _refusal(call)
+    if why is None:
+        tensors = Tensors.of(call, want_max_scores)
+        ready = _ready[key] = _choose(call, tensors, fixed)
+        return ready if isinstance(ready, str) else tensors.result()
+    _ready[key] = why
+    return why
+
+
+class _Inputs(NamedTuple):
+    """What `launch_key` asks of tensors."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    max_scores: torch.Tensor | None
+
+
+def _size_class(blocks: BlockLists | None) -> int:
+    """0: lists of any form; 1: too long to be merged; 2: too long to be counted in 32 bits."""
+    if blocks is None:
+        return 0
+    count = blocks.entries.numel()
+    if count * blocks.kv_block // ROWS > _INT32:
+        return 2
+    return 1 if count > merged_lists.LIMIT else 0
+
+
+def _refusal(call: AttentionCall) -> str | None:
+    """Why the forward of this call does not run here."""
     value, blocks = call.value, call.blocks
     if value.size(3) * value.element_size() % 16:
         return (
             f"value has head dimension {value.size(3)}, and TMA writes rows of the output that "
             "start at multiples of 16 bytes."
         )
-    if blocks is None:
-        return None
-    if not _forms(call):
+    if blocks is not None and not _forms(call):
         return (
             f"blocks of the mask are {blocks.q_block} x {blocks.kv_block} tokens; the kernels take "
             f"blocks from 64 x 128 (64 x 64 for heads wider than 128)."
         )
-    if blocks.entries.numel() * blocks.kv_block // ROWS > _INT32:
+    if _size_class(blocks) == 2:
         return "the mask has more live blocks than 32 bits count."
     return None
 
 
-def slower(call: AttentionCall) -> str | None:
+def _slower(call: AttentionCall) -> str | None:
     """Why the portable kernels are the better choice for this call."""
+    batch, heads, q_len, _ = call.query.shape
+    num_tiles = batch * heads * -(-q_len // _TILE_M)
+    if num_tiles < configs.device_of(call.query.device).num_processors:
+        return "there are fewer tiles of queries than processors; smaller tiles are used instead."
     if is_decode(call):
         return "there are few queries; the keys are split instead."
     return None
-
-
-def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
-    """Run the forward kernel on tensors that TMA can read; none is empty."""
-    tensors = Tensors.of(call, want_max_scores)
-    assert takes_descriptor(tensors.out)
-    fixed = has_first_numbers(call)
-    key = (fixed, call.scale, *launch_key(call, tensors))
-    ready = _ready.get(key)
-    if ready is None:
-        if len(_ready) >= _READY_LIMIT:
-            _ready.clear()
-        _ready[key] = _choose(call, tensors, fixed)
-    else:
-        _launch(ready, call, tensors)
-    return tensors.result()
 
 
 def has_first_numbers(call: AttentionCall) -> bool:
@@ -101,24 +140,24 @@ def has_first_numbers(call: AttentionCall) -> bool:
     return _first_numbers.setdefault(call.score.program.digest, numbers) == numbers
 
 
-def _choose(call: AttentionCall, tensors: Tensors, fixed: bool) -> _Ready:
+def _choose(call: AttentionCall, tensors: Tensors, fixed: bool) -> _Ready | str:
     """Launch with the first form that fits the device and keeps all values in registers; else with
-    the one that comes closest."""
+    the one that comes closest, unless another backend may do better."""
     best: _Ready | None = None
-    refused: OutOfResources | None = None
-    for form in _forms(call):
+    for form in _in_order(call, fixed):
         ready = prepare(call, tensors, form, fixed)
         try:
             _launch(ready, call, tensors)
-        except OutOfResources as error:
-            refused = error
+        except OutOfResources:
             continue
         if best is None or ready.launch.spills < best.launch.spills:
             best = ready
         if best.launch.spills <= _FEW_SPILLS:
             break
     if best is None:
-        raise refused or AssertionError("no forms")
+        return "no form of the kernel fits the device's memory."
+    if best.launch.spills > _MANY_SPILLS and call.options.backend == "auto":
+        return "its mods need more registers than the kernel has."
     return best
 
 
@@ -152,7 +191,8 @@ def _counter(device: torch.device) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         # replays may run beside each other
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    index = device.index or 0
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
@@ -197,6 +237,15 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _
     return _Ready(launcher, form, blanks, scales_of(call, score), pack_ints(shape))
 
 
+def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
+    """Forms to try for a call, best first. What a score_mod computes of scores takes registers, and
+    more of them a thread are worth more than a third consumer (soft-cap, D = 64: 3%, H200)."""
+    score = form_of(call, fixed)
+    if score is None or score.inner is None:
+        return _forms(call)
+    return tuple(sorted(_forms(call), key=lambda form: form.consumers))
+
+
 def _forms(call: AttentionCall) -> tuple[Form, ...]:
     widths = width_of(call.query.size(3)), width_of(call.value.size(3))
     blocks = call.blocks
@@ -205,6 +254,6 @@ def _forms(call: AttentionCall) -> tuple[Form, ...]:
     if blocks.q_block % ROWS:
         return ()
     found = configs_forward.forms(*widths, blocks.kv_block)
-    if blocks.entries.numel() > merged_lists.LIMIT:
+    if _size_class(blocks):
         found = tuple(f for f in found if not f.is_apart(blocks.q_block))
     return found

@@ -1,0 +1,102 @@
+"""Every mod of the tables becomes functions that Gluon's front end takes, with the layouts of the
+contract in backends/gluon/fragments.py; values are compared on the device (test_gpu_gluon_*)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
+    pytest.skip("Gluon differs from version to version of Triton", allow_module_level=True)
+from triton._C.libtriton import ir  # noqa: E402
+from triton.compiler.compiler import make_backend  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from attnloom.backends.gluon import fragments  # noqa: E402
+from attnloom.backends.triton.arguments import bind  # noqa: E402
+from attnloom.backends.triton.config import KernelConfig  # noqa: E402
+from attnloom.backends.triton.emit import Target  # noqa: E402
+from attnloom.ir.node import BoundProgram, DType  # noqa: E402
+from attnloom.ir.passes.simplify import simplify  # noqa: E402
+from attnloom.trace.tracer import trace_mask, trace_score  # noqa: E402
+from tests.compiler import trace_masks, trace_rows, trace_scores  # noqa: E402, F401  fill the table
+from tests.compiler.trace_table import MASK_MODS, SCORE_MODS  # noqa: E402
+from tests.kernels.cross_compile import TARGETS, type_of  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, repr=False)
+class ProbeConfig(KernelConfig):
+    QX: int
+    IS_SCORE: bool
+    F_HEAD: JITFunction
+    F_ROW: JITFunction
+    F_COLUMN: JITFunction
+    F_BODY: JITFunction
+
+    __hash__ = KernelConfig.__hash__
+
+
+@gluon.jit
+def probe(out, args, cfg: gl.constexpr):
+    """One tile of scores through a fragment."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    q = gl.arange(0, 64, gl.SliceLayout(cfg.QX, L))
+    k = gl.arange(0, 64, gl.SliceLayout(1 - cfg.QX, L))
+    b, h = gl.program_id(0), gl.program_id(1)
+    head = cfg.F_HEAD(args, b, h)
+    row = cfg.F_ROW(args, head, b, h, q)
+    column = cfg.F_COLUMN(args, head, b, h, k)
+    places = out + gl.expand_dims(q, cfg.QX) * 64 + gl.expand_dims(k, 1 - cfg.QX)
+    s = gl.load(places)
+    if cfg.IS_SCORE:
+        s = cfg.F_BODY(args, head, row, column, b, h, q, k, s, cfg.QX)
+    else:
+        keep = cfg.F_BODY(args, head, row, column, b, h, q, k, cfg.QX)
+        s = gl.where(keep, s, float("-inf"))
+    gl.store(places, s)
+
+
+def front_end(fragment: fragments.Fragment, bound: BoundProgram, QX: int, is_score: bool) -> Any:
+    """The probe's module as Gluon's front end makes it; raises where it refuses."""
+    parts = (fragment.head, fragment.row, fragment.column, fragment.body)
+    arguments = (torch.empty(64, 64), bind(bound), ProbeConfig(QX, is_score, *parts))
+    signature = {n: type_of(a) for n, a in zip(probe.arg_names, arguments, strict=True)}
+    signature["cfg"] = "constexpr"
+    source = GluonASTSource(probe, signature, {(2,): arguments[2]})
+    target = TARGETS["sm_90"][0]
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": 4})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    return source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(),
+        context,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("QX", "wide"), [(1, False), (0, True)])
+@pytest.mark.parametrize("name", list(SCORE_MODS))
+def test_score(name: str, QX: int, wide: bool) -> None:
+    bound = trace_score(SCORE_MODS[name](), DType.F32, CPU)
+    bound = BoundProgram(simplify(bound.program, False), bound.tensors, bound.numbers)
+    fragment = fragments.score_fragment(bound.program, Target(True, wide, False))
+    assert "tt.func" in str(front_end(fragment, bound, QX, True))
+
+
+@pytest.mark.parametrize(("QX", "wide"), [(1, False), (0, True)])
+@pytest.mark.parametrize("name", list(MASK_MODS))
+def test_mask(name: str, QX: int, wide: bool) -> None:
+    bound = trace_mask(MASK_MODS[name](), CPU)
+    bound = BoundProgram(simplify(bound.program), bound.tensors, bound.numbers)
+    fragment = fragments.mask_fragment(bound.program, Target(True, wide, False))
+    assert "tt.func" in str(front_end(fragment, bound, QX, False))
