@@ -43,26 +43,25 @@ def test_every_mod(mod: str) -> None:
     check(Case(mod, SIZES, BF16))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mod", WIDE)
-def test_wider_heads(mod: str, dtype: torch.dtype) -> None:
+def test_wider_heads(mod: str) -> None:
+    dtype = FP16 if WIDE.index(mod) % 2 else BF16
     check(Case(mod, replace(SIZES, D=128, Dv=128), dtype))
 
 
-@pytest.mark.parametrize("mod", ["plain", "relative_bias", "softcap", "alibi", "document"])
+@pytest.mark.parametrize("mod", ["relative_bias", "softcap", "document"])
 def test_half(mod: str) -> None:
     check(Case(mod, SIZES, FP16))
 
 
-HEAD_DIMS = [(8, 8), (16, 64), (72, 40), (80, 80), (96, 96), (128, 64), (64, 128), (128, 128)]
-HEAD_DIMS += [(192, 128), (64, 200), (256, 256), (256, 64), (136, 256)]
+HEAD_DIMS = [(8, 8), (16, 64), (72, 40), (96, 96), (128, 64), (64, 128), (192, 128), (64, 200)]
+HEAD_DIMS += [(256, 256), (256, 64), (136, 256)]
 
 
-@pytest.mark.parametrize("mod", ["plain", "causal_head_slope"])
 @pytest.mark.parametrize(("D", "Dv"), HEAD_DIMS)
-def test_head_dims(D: int, Dv: int, mod: str) -> None:
-    dtype = FP16 if D % 16 and mod == "plain" else BF16
-    check(Case(mod, replace(SIZES, D=D, Dv=Dv), dtype))
+def test_head_dims(D: int, Dv: int) -> None:
+    mod = "plain" if HEAD_DIMS.index((D, Dv)) % 2 else "causal_head_slope"
+    check(Case(mod, replace(SIZES, D=D, Dv=Dv), FP16 if D % 16 else BF16))
 
 
 LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 1000), (1000, 17), (1000, 1000)]
@@ -70,10 +69,11 @@ LENGTHS += [(192, 384), (193, 129), (384, 256)]
 
 
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize(("Q_LEN", "KV_LEN"), LENGTHS)
-@pytest.mark.parametrize("mod", ["plain", "sliding_window", "relative_bias"])
-def test_lengths(mod: str, Q_LEN: int, KV_LEN: int, D: int) -> None:
-    check(Case(mod, replace(SIZES, Q_LEN=Q_LEN, KV_LEN=KV_LEN, D=D, Dv=D), BF16))
+@pytest.mark.parametrize("mod", ["plain", "sliding_window"])
+def test_lengths(mod: str, D: int) -> None:
+    """Two kernels, with and without a last tile of keys that overhangs; all lengths share them."""
+    for Q_LEN, KV_LEN in LENGTHS:
+        check(Case(mod, replace(SIZES, Q_LEN=Q_LEN, KV_LEN=KV_LEN, D=D, Dv=D), BF16))
 
 
 def test_transposed_layout() -> None:
@@ -81,20 +81,20 @@ def test_transposed_layout() -> None:
 
 
 @pytest.mark.parametrize("block_size", [256, 1024, (64, 128), (512, 128)], ids=str)
-@pytest.mark.parametrize("mod", ["window_with_sinks", "every_second_row", "dilated_by_head"])
+@pytest.mark.parametrize("mod", ["window_with_sinks", "dilated_by_head"])
 def test_block_sizes(mod: str, block_size: int | tuple[int, int]) -> None:
     check(Case(mod, replace(SIZES, Q_LEN=700, KV_LEN=900), BF16, block_size=block_size))
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("mod", ["left_padding", "key_padding", "nothing", "every_second_row"])
+@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("mod", ["left_padding", "nothing", "every_second_row"])
 def test_rows_without_keys(mod: str, D: int) -> None:
     check(Case(mod, replace(SIZES, D=D, Dv=D), BF16))
 
 
-@pytest.mark.parametrize(("Hq", "Hkv"), [(1, 1), (3, 3), (8, 1), (6, 2), (12, 4)])
-def test_head_groups(Hq: int, Hkv: int) -> None:
-    check(Case("causal_head_slope", replace(SIZES, Hq=Hq, Hkv=Hkv), BF16))
+def test_head_groups() -> None:
+    for Hq, Hkv in ((1, 1), (3, 3), (8, 1), (6, 2), (12, 4)):
+        check(Case("causal_head_slope", replace(SIZES, Hq=Hq, Hkv=Hkv), BF16))
 
 
 def test_key_batch_of_one_is_broadcast() -> None:
@@ -102,18 +102,18 @@ def test_key_batch_of_one_is_broadcast() -> None:
 
 
 @pytest.mark.parametrize("mod", ["causal", "softcap"])
-@pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
-def test_scale(scale: float, mod: str) -> None:
-    check(Case(mod, SIZES, BF16, scale=scale))
+def test_scale(mod: str) -> None:
+    for scale in (0.0, 1.0, -0.3):
+        check(Case(mod, SIZES, BF16, scale=scale))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mod", ["causal", "alibi"])
-def test_large_scores(mod: str, dtype: torch.dtype) -> None:
-    check(Case(mod, SIZES, dtype, magnitude=30.0))
+@pytest.mark.parametrize("mod", ["causal", "relative_distance"])
+def test_large_scores(mod: str) -> None:
+    for dtype in DTYPES:
+        check(Case(mod, SIZES, dtype, magnitude=30.0))
 
 
-@pytest.mark.parametrize("mod", ["softcap", "alibi", "rbf_bias"])
+@pytest.mark.parametrize("mod", ["softcap", "rbf_bias"])
 def test_exact_math(mod: str) -> None:
     check(Case(mod, SIZES, BF16), exact_math=True)
 
