@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import accuracy, fresh, gallery, gpu, gpu_masks
+from benchmarks import accuracy, fresh, gallery, gpu, gpu_masks, gpu_paged
 from benchmarks.cases import Case, decode_cases, prefill_cases
 from benchmarks.contenders import CONTENDERS, Attention, density
 from benchmarks.rows import Row
@@ -92,7 +93,10 @@ SUITES: dict[str, Callable[[Selection], Iterator[Row]]] = {
     ),
     "gallery": lambda selection: gallery.gallery_suite(selection.keeps, selection.budget_s),
     "gpu": lambda selection: gpu.gpu_suite(selection.keeps, selection.gpu_peers),
-    "decode": lambda selection: gpu.decode_suite(selection.keeps, selection.gpu_peers),
+    "decode": lambda selection: itertools.chain(
+        gpu.decode_suite(selection.keeps, selection.gpu_peers),
+        gpu_paged.paged_suite(selection.keeps),
+    ),
     "scaling": lambda selection: gpu.scaling_suite(selection.keeps, selection.gpu_peers),
 }
 

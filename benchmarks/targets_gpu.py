@@ -79,6 +79,10 @@ GPU_TARGETS = (
         _rows_won, 2.0, "cases", "decode", True, None, PEERS, suites=("decode",),
     ),
     Target(
+        "decode over pages of 16 to 256 tokens, over one tensor, same kernel, worst case",
+        worst_ratio, 0.98, "x", "paged", True, suites=("decode",),
+    ),
+    Target(
         "BlockMask of 131,072 tokens, eager call",
         largest, 1.0, "ms", "build", case="s131072", suites=("gpu-mask",),
     ),

@@ -95,12 +95,12 @@ class Tensors:
         query, key, value = unit_stride(call.query), unit_stride(call.key), unit_stride(call.value)
         batch, heads, q_len, _ = query.shape
         real = compute_type(query.dtype, key.dtype, value.dtype).torch
-        out = torch.empty(
-            (batch, heads, q_len, value.size(3)),
-            dtype=stored_type(query.dtype),
-            device=query.device,
-        )
-        lse = torch.empty((batch, heads, q_len), dtype=real, device=query.device)
+        shape = (batch, heads, q_len, value.size(3))
+        if INTERPRETED:
+            out = query.new_empty(shape, dtype=stored_type(query.dtype))
+        else:
+            out = query.new_empty(shape)
+        lse = query.new_empty(shape[:3], dtype=real)
         max_scores = torch.empty_like(lse) if want_max_scores else None
         return Tensors(query, key, value, out, lse, max_scores)
 

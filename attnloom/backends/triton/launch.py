@@ -30,6 +30,8 @@ class TritonBackend:
                 f"query is on {query.device}; Triton kernels run on CUDA and ROCm devices, and on "
                 "the CPU only when TRITON_INTERPRET=1 was set before the first import."
             )
+        if call.table is not None and (why := launch_paged.unseen(call)) is not None:
+            return why
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dtype not in _DTYPES:
                 return (
