@@ -6,7 +6,6 @@ import contextlib
 
 import torch
 
-
 _HERE = contextlib.nullcontext()
 
 
