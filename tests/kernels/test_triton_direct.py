@@ -131,11 +131,13 @@ class Checker:
         assert library.replaced == [base.data_ptr() for base in moved_back]
 
 
-def test_parameters_are_those_that_the_kernels_declare() -> None:
-    """Forward and backward with a mask, a learned capture and TMA descriptors."""
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_parameters_are_those_that_the_kernels_declare(head_dim: int) -> None:
+    """Forward and backward with a mask, a learned capture and TMA descriptors, one or two for each
+    tensor."""
     slope = torch.ones(32, requires_grad=True)
     call = make_call(
-        64, score_mod=lambda s, b, h, q, kv: s + slope[h] * (kv - q), mask_mod=causal,
+        head_dim, score_mod=lambda s, b, h, q, kv: s + slope[h] * (kv - q), mask_mod=causal,
         q_len=256, kv_len=256,
     )  # fmt: skip
     Checker.checked = []
