@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from attnloom.backends.gluon import launch_backward, ready_backward
+from attnloom.backends.gluon import launch_backward
 from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton.launch import TritonBackend
 from tests.harness.case import Case
@@ -18,9 +18,9 @@ from tests.harness.implementations import attnloom_with
 
 @contextlib.contextmanager
 def gluon_backward(portable: bool = False) -> Iterator[None]:
-    """Inside, the Triton backend's backward is the Gluon one. Few programs and spills are no reason
-    for the portable kernels here, and deterministic mode, by which the harness draws memory, is
-    none. portable: whether those kernels are expected in the end."""
+    """Inside, the Triton backend's backward is the Gluon one. Spills are no reason for
+    the portable kernels here, nor is deterministic mode, by which the harness draws memory, or what
+    "auto" would prefer. portable: whether those kernels are expected in the end."""
     in_use = launch_backward.portable_kernels.backward
     used: list[str] = []
 
@@ -34,7 +34,6 @@ def gluon_backward(portable: bool = False) -> Iterator[None]:
 
     with (
         mock.patch.object(TritonBackend, "backward", fused),
-        mock.patch.object(ready_backward, "_leaves_idle", lambda *_: False),
         mock.patch.object(launch_backward, "FEW_SPILLS", 1 << 20),
         mock.patch.object(launch_backward.portable_kernels, "backward", other),
     ):

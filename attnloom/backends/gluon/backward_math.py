@@ -9,8 +9,8 @@ backward_shared.py and backends/triton/backward.py.
     x            scores in the units that exponents are taken in: p = 2**(x * base - lse_log2), see
                  score_form.py
     slope        derivative of the inner score_mod, where nothing but the score has a gradient
-    weight       p, times the slope if there is one: dscore = weight * (dp - delta). In the type of
-                 operands, so that neither score nor p needs registers while dP is computed
+    weight       p, times the slope if there is one: dscore = weight * (dp - delta), so that scores
+                 need no registers while dP is waited for
 """
 
 from triton.experimental import gluon
@@ -93,8 +93,6 @@ def weighted(p, slope, cfg: gl.constexpr):
             # a derivative may be infinite where nothing is propagated
             weight = gl.where(p != 0, weight, 0.0)
         p = weight
-    if cfg.PACKED:
-        p = p.to(cfg.OPERAND)
     return p
 
 
@@ -116,7 +114,7 @@ def masked(p, context, queries, keys, offsets, kv_len, cfg: gl.constexpr):
 def dscores(weight, dp, score, sums, context, sinks, queries, keys, cfg: gl.constexpr):
     """(dL/d(score before the mod) but for constant factors, the sums with this tile's
     contributions). dp: less delta."""
-    ds = weight.to(gl.float32) * dp
+    ds = weight * dp
     if cfg.HAS_SCORE and not cfg.SLOPE_FIRST:
         b, h, _, _, grad_ctx, _ = context
         args, head, column = grad_ctx

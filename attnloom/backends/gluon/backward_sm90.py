@@ -10,8 +10,6 @@ reductions 5% (H200, D=128 and 64).
 
     DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
-    LATE       dP starts after the exponentials: fewer registers for what mods compute
-    PACKED     weights in the type of operands: 16 registers a lane less
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
 
 Glossary: backward_shared.py. Prefixes: p, ds as operands in registers.
@@ -54,11 +52,6 @@ from attnloom.backends.triton.device_math import whole32
 
 # the same under its older name
 _barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
-
-
-@gluon.jit
-def _wgmma_layout(WIDTH: gl.constexpr):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
 
 
 @gluon.jit
@@ -188,9 +181,8 @@ def _step(
         tag = get(mem.tags.index(slot))
         queries += tag >> 1
         partial = (tag & 1) != 0
-    if not cfg.LATE:
-        mbarrier.wait(mem.do_full.index(slot), phase)
-        dp = _start_dp(mem, n, WHICH, L, cfg)
+    mbarrier.wait(mem.do_full.index(slot), phase)
+    dp = _start_dp(mem, n, WHICH, L, cfg)
     if cfg.EARLY:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         s_next = _start_scores(mem, n + 1, base, WHICH, L, cfg)
@@ -204,9 +196,6 @@ def _step(
     if cfg.MAY_MASK:
         if partial:
             p = masked(p, context, queries, keys, (q_offset, kv_offset), kv_len, cfg)
-    if cfg.LATE:
-        mbarrier.wait(mem.do_full.index(slot), phase)
-        dp = _start_dp(mem, n, WHICH, L, cfg)
     p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
     weight = weighted(p, rest, cfg)
     dp = warpgroup_mma_wait(1 if cfg.EARLY else 0, [dp])
@@ -297,18 +286,18 @@ def _own_keys(
         parts = 1
     for unit in range(0, parts):
         b, h = unit_of(at, unit)
+        steps = total
         if cfg.BY_HEAD:
-            end = n + steps_of(at, unit, cfg)
-        else:
-            end = total
+            steps = steps_of(at, unit, cfg)
         context = contexts(score_args, mask_args, b, h, keys, row, kv_offset, cfg)
         sums = first_sums(gl.SliceLayout(1, L), cfg)
-        for i in range(n, end):
+        for _ in range(0, steps):
             state = (s, dk, dv, line, sums)
             s, dk, dv, line, sums = _step(
-                state, i, total, mem, context, dq_ptr, places, sinks, numbers, keys, WHICH, cfg
+                state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, WHICH, cfg
             )
-        n = end
+            # `n = end` after the loop would not be carried to the next unit
+            n += 1
         if cfg.HAS_SINKS:
             args, head, column = context[4]
             cfg.GRAD_FLUSH(args, sinks, head, column, b, h, keys, sums)

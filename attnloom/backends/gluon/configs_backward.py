@@ -1,16 +1,17 @@
-"""Which form the Gluon backward runs in, best first. Measurements: docs/log.md.
+"""Which form the Gluon backward runs in. Measurements: docs/log.md.
 
-Registers a thread: 64 x 512 of a processor are divided among its warps, and a form whose kernel
-spills more than FEW_SPILLS of them is followed by the next. With none left, the portable kernels
-run: a heavy score_mod needs their smaller tiles.
+Registers a thread: 64 x 512 of a processor are divided among its warps. A kernel that spills more
+than FEW_SPILLS of them gives way to the portable kernels: a heavy score_mod needs their smaller
+tiles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Registers a thread that a kernel may keep in memory.
-FEW_SPILLS = 24
+# Registers a thread that a kernel may keep in memory (H200, D=128: soft-capping spills 26 and takes
+# 0.70 of the portable kernels' time, documents 18 and 0.96).
+FEW_SPILLS = 32
 MAX_HEAD_DIM = 128
 KEYS = 128  # of a program
 STEP = 64  # queries of a step
@@ -27,16 +28,11 @@ class Form:
     registers: int
     dq_registers: int = 72
     load_registers: int = 24
-    late: bool = False
-    packed: bool = False
 
 
 _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)
-_NARROW_EARLY = Form(4, dq_apart=True, early=True, fold=False, registers=208)
 _NARROW_FOLD = Form(4, dq_apart=True, early=True, fold=True, registers=208)
 _WIDE = Form(2, dq_apart=False, early=False, fold=False, registers=240)
-_WIDE_PACKED = Form(2, dq_apart=False, early=False, fold=False, registers=240, packed=True)
-_WIDE_LATE = Form(2, dq_apart=False, early=False, fold=False, registers=240, late=True)
 _WIDE_FOLD = Form(2, dq_apart=False, early=False, fold=True, registers=240)
 
 
@@ -45,13 +41,13 @@ def width_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def forms(head_dim: int, value_dim: int, may_mask: bool, may_fold: bool) -> tuple[Form, ...]:
-    """Forms to try.
+def form_for(head_dim: int, value_dim: int, may_mask: bool, may_fold: bool) -> Form:
+    """The form of a problem.
 
     Args:
         may_mask: some tiles are masked.
         may_fold: scores are what the products give, times a positive scale.
     """
     if max(width_of(head_dim), width_of(value_dim)) == 64:
-        return (_NARROW_FOLD if may_mask else _NARROW,) if may_fold else (_NARROW, _NARROW_EARLY)
-    return (_WIDE_FOLD if may_fold and not may_mask else _WIDE, _WIDE_LATE)
+        return _NARROW_FOLD if may_fold and may_mask else _NARROW
+    return _WIDE_FOLD if may_fold and not may_mask else _WIDE

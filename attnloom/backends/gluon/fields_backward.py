@@ -61,11 +61,9 @@ class BackwardSm90Config(KernelConfig):
     BY_HEAD: bool
     HAS_SINKS: bool
     SLOPE_FIRST: bool
-    PACKED: bool
     FINITE_SLOPE: bool
     DQ_APART: bool
     EARLY: bool
-    LATE: bool
     FOLD: bool
     REGISTERS: int
     DQ_REGISTERS: int
@@ -187,14 +185,12 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,
         NEEDS_QUERIES=may_mask or has_score or has_bias,
-        BY_HEAD=units > 1 and (mods.sinks is not None or _tells_heads_apart(call)),
+        BY_HEAD=units > 1 and (mods.sinks is not None or tells_heads_apart(call)),
         HAS_SINKS=mods.sinks is not None,
         SLOPE_FIRST=has_score and mods.sinks is None,
-        PACKED=form.packed,
         FINITE_SLOPE=mods.inner is None or is_tame(gradient_of(mods.inner, exact).program),
         DQ_APART=form.dq_apart,
         EARLY=form.early,
-        LATE=form.late,
         FOLD=form.fold,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
@@ -216,7 +212,7 @@ def _fragments(call: AttentionCall, mods: Mods) -> dict[str, Any]:
     return found
 
 
-def _tells_heads_apart(call: AttentionCall) -> bool:
+def tells_heads_apart(call: AttentionCall) -> bool:
     """Whether a mod depends on b or h but for the score itself."""
     for bound in (call.score, call.mask):
         if bound is not None and any(

@@ -1,7 +1,7 @@
 """Backward launches of the Gluon backend: prepare, the main kernel, finish.
 
 dk and dv are bitwise equal from run to run; dq and gradients of captured tensors are sums in no
-fixed order. What ready_backward.portable names, and score_mods that no form of the kernel has the
+fixed order. What ready_backward.portable names, and score_mods that the kernel does not have the
 registers for, are computed by the portable kernels: this backend's backward has both.
 """
 
@@ -11,7 +11,6 @@ import logging
 from typing import Any
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.gluon import ready_backward
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS, KEYS
@@ -37,7 +36,7 @@ _said: set[str] = set()
 
 def refusal(call: AttentionCall) -> str | None:
     """Why the backward of this call cannot run here."""
-    return "its backward was not measured yet."
+    return None
 
 
 def backward(
@@ -62,23 +61,19 @@ def backward(
 
 
 def _run_known(operands: Operands) -> Gradients | None:
-    """With what was chosen for such a problem, or is now; None if no form fits."""
+    """With what was chosen for such a problem, or is now; None if it spills."""
     key = ready_backward.key_of(operands)
     seen, ready = ready_backward.remembered(key)
     if seen:
         return None if ready is None else _run(operands, ready)
     mods = Mods.of(operands.call, has_first_numbers(operands.call))
-    for form in ready_backward.candidates(operands):
-        ready = ready_backward.prepare(operands, form, mods)
-        try:
-            found = _run(operands, ready)
-        except OutOfResources:
-            continue
-        if ready.main.spills <= FEW_SPILLS:
-            ready_backward.remember(key, ready)
-            return found
-    ready_backward.remember(key, None)
-    return None
+    ready = ready_backward.prepare(operands, ready_backward.form_of(operands), mods)
+    found = _run(operands, ready)
+    if ready.main.spills > FEW_SPILLS:
+        ready_backward.remember(key, None)
+        return None
+    ready_backward.remember(key, ready)
+    return found
 
 
 def _run(operands: Operands, ready: Ready) -> Gradients:

@@ -9,12 +9,23 @@ import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnloom.backends.gluon import configs_backward as forms
 from attnloom.backends.gluon.backward_around import finish_kernel, prepare_kernel
 from attnloom.backends.gluon.backward_sm90 import backward_kernel
-from attnloom.backends.gluon.configs_backward import KEYS, MAX_HEAD_DIM, STEP, Form, width_of
+from attnloom.backends.gluon.configs_backward import (
+    KEYS,
+    MAX_HEAD_DIM,
+    STEP,
+    Form,
+    form_for,
+    width_of,
+)
 from attnloom.backends.gluon.descriptors import Blank
-from attnloom.backends.gluon.fields_backward import Mods, around_config, main_config
+from attnloom.backends.gluon.fields_backward import (
+    Mods,
+    around_config,
+    main_config,
+    tells_heads_apart,
+)
 from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
@@ -26,6 +37,7 @@ from attnloom.backends.triton.ready_backward import heads_together
 
 _INT32 = 2**31 - 1
 _ROWS = NVMMASharedLayout(0, 32, 2)
+_MUCH_PADDING = 1.2
 _ALIGNED_WIDTH = 8  # elements of a half in the 16 bytes that TMA counts by
 
 
@@ -52,7 +64,7 @@ class Ready:
 
 def portable(call: AttentionCall) -> str | None:
     """Why the portable kernels compute this call's gradients; None if they do not."""
-    query, key, value, blocks = call.query, call.key, call.value, call.blocks
+    query, value, blocks = call.query, call.value, call.blocks
     if call.options.deterministic:
         return "gradients are to be bitwise repeatable."
     if max(query.size(3), value.size(3)) > MAX_HEAD_DIM:
@@ -65,17 +77,43 @@ def portable(call: AttentionCall) -> str | None:
         return "the mask has more than 2**31 live blocks."
     if _lines(query) > _INT32:
         return "there are more than 2**31 rows."
+    return slower(call) if call.options.backend == "auto" else None
+
+
+def slower(call: AttentionCall) -> str | None:
+    """Why "auto" leaves this call to the portable kernels although the kernel takes it: they are
+    faster, or it was not seen right and faster on a device (docs/log.md)."""
+    query, key, value = call.query, call.key, call.value
     if _leaves_idle(query, key):
         return "there are few keys for many queries."
+    if _padded(query.size(3), value.size(3)) > _MUCH_PADDING:
+        return (
+            f"heads of {query.size(3)} and {value.size(3)} would be padded to "
+            f"{width_of(query.size(3))} and {width_of(value.size(3))}."
+        )
+    if call.score is not None and any(t.requires_grad for t in call.score.program.tensors):
+        return "captured tensors get gradients."
+    if _units(query, key) > 1 and tells_heads_apart(call):
+        return "the mods tell heads apart that share keys."
     return None
+
+
+def _padded(head_dim: int, value_dim: int) -> float:
+    """How much more the products have to do than heads are wide: 3 along D, 2 along Dv."""
+    done = 3 * width_of(head_dim) + 2 * width_of(value_dim)
+    return done / (3 * head_dim + 2 * value_dim)
+
+
+def _units(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Pairs of batch entry and query head for each of the key's."""
+    return query.size(0) // key.size(0) * (query.size(1) // key.size(1))
 
 
 def _leaves_idle(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether half of the processors would have no program, where the portable kernels divide the
     queries of a key head among several."""
-    units = query.size(0) // key.size(0) * (query.size(1) // key.size(1))
     num_processors = configs.device_of(query.device).num_processors
-    return units > 1 and 2 * _programs(key) <= num_processors
+    return _units(query, key) > 1 and 2 * _programs(key) <= num_processors
 
 
 def _programs(key: torch.Tensor) -> int:
@@ -92,11 +130,10 @@ def _lines(query: torch.Tensor) -> int:
     return query.size(0) * query.size(1) * _pitch(query) + STEP
 
 
-def candidates(operands: Operands) -> tuple[Form, ...]:
-    """Forms to try for a problem, best first."""
+def form_of(operands: Operands) -> Form:
     call = operands.call
     tail = call.key.size(2) % KEYS != 0
-    return forms.forms(
+    return form_for(
         call.query.size(3),
         call.value.size(3),
         may_mask=call.mask is not None or tail,
