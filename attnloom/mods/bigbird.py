@@ -36,7 +36,8 @@ def bigbird(
         mask_mod capturing a table of blocks [num_heads, blocks, blocks] bool.
     Raises:
         ModError: an argument is too small, or num_window is even.
-    Source: Zaheer et al. 2020, arXiv:2007.14062, sec. 2 and appendix D (blockified form).
+    Source: Zaheer et al. 2020, arXiv:2007.14062, sec. 2; in blocks, as the authors'
+        code.
     """
     name = "bigbird"
     block_size = read_size(name, "block_size", block_size, 1)

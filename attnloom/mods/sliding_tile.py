@@ -30,7 +30,7 @@ def sliding_tile(canvas: Any, tile: Any, window: Any, order: TokenOrder | None =
         mask_mod capturing the tile of each token, a table an axis.
     Raises:
         ModError: a size is too small, even, or not one an axis; order is of another canvas.
-    Source: Zhang et al. 2025, arXiv:2502.04507, sec. 3.
+    Source: Zhang et al. 2025, arXiv:2502.04507.
     """
     name = "sliding_tile"
     sizes = read_canvas(name, canvas)

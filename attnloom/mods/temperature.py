@@ -19,8 +19,7 @@ def head_temperature(temperature: Tensor) -> ScoreMod:
         score_mod; differentiable in score and temperature.
     Raises:
         ModError: temperature is not floating point. ShapeError: it has not 1 dimension.
-    Source: Henry et al. 2020 (query-key normalisation), arXiv:2010.04245, sec. 3, learns such a
-        factor.
+    Source: Henry et al. 2020 (query-key normalisation), arXiv:2010.04245, learns such a factor.
     """
     check_floats("head_temperature", "temperature", temperature, 1)
 

@@ -28,8 +28,8 @@ def token_tree(parents: Integers, prefix_length: int | Integers = 0) -> MaskMod:
         mask_mod capturing the numbers of the walk, [N] or [B, N] int32.
     Raises:
         ModError: a parent does not come before its child. DtypeError, ShapeError: no integers.
-    Source: Miao et al. 2023 (SpecInfer), arXiv:2305.09781, sec. 4.2; Cai et al. 2024 (Medusa),
-        arXiv:2401.10774, sec. 2.1.2; Li et al. 2024 (EAGLE), arXiv:2401.15077.
+    Source: Miao et al. 2023 (SpecInfer), arXiv:2305.09781; Cai et al. 2024 (Medusa),
+        arXiv:2401.10774; Li et al. 2024 (EAGLE), arXiv:2401.15077.
     """
     tree = read_integers("parents", parents, 1, 2)
     batched = tree.dim() == 2

@@ -26,8 +26,8 @@ def topk_blocks(block_scores: Tensor, k: int, block_size: int) -> MaskMod:
     Raises:
         ModError: k or block_size < 1, or block_scores are not floating point.
         ShapeError: block_scores have another number of dimensions.
-    Source: Lu et al. 2025 (MoBA), arXiv:2502.13189, sec. 2.2; Yuan et al. 2025 (NSA),
-        arXiv:2502.11089, sec. 3.3.2.
+    Source: Lu et al. 2025 (MoBA), arXiv:2502.13189; Yuan et al. 2025 (NSA),
+        arXiv:2502.11089.
     """
     name = "topk_blocks"
     check_floats(name, "block_scores", block_scores, 2, 3, 4)

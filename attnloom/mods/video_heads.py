@@ -20,7 +20,7 @@ def spatial_head(frame_size: int, window_frames: int = 0) -> MaskMod:
         mask_mod.
     Raises:
         ModError: an argument is too small.
-    Source: Xi et al. 2025 (Sparse VideoGen), arXiv:2502.01776, sec. 3 (spatial heads).
+    Source: Xi et al. 2025 (Sparse VideoGen), arXiv:2502.01776 (spatial heads).
     """
     frame_size = read_size("spatial_head", "frame_size", frame_size, 1)
     window_frames = read_size("spatial_head", "window_frames", window_frames)
@@ -44,7 +44,7 @@ def temporal_head(frame_size: int, window_tokens: int = 0) -> MaskMod:
         frames it is a comb, and transposed to frame-last order a window.
     Raises:
         ModError: an argument is too small.
-    Source: Xi et al. 2025 (Sparse VideoGen), arXiv:2502.01776, sec. 3 (temporal heads).
+    Source: Xi et al. 2025 (Sparse VideoGen), arXiv:2502.01776 (temporal heads).
     """
     frame_size = read_size("temporal_head", "frame_size", frame_size, 1)
     window_tokens = read_size("temporal_head", "window_tokens", window_tokens)

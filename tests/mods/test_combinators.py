@@ -163,14 +163,18 @@ def test_scores_at_an_offset() -> None:
 
 @pytest.mark.parametrize("form", ["cu_seqlens", "ids"])
 def test_scores_on_documents(form: str) -> None:
-    """A factor by the position in the document; the mask keeps documents apart."""
+    """A factor and a bias by positions in the document; the mask keeps documents apart."""
     scale = normal(40, seed=5).requires_grad_()
     ids = [number_of(t) for t in range(40)]
     given = {"cu_seqlens": CU} if form == "cu_seqlens" else {"ids": ids}
     place = torch.tensor([t - start_of(t) for t in range(40)])
+
+    def by_position(score, b, h, q_idx, kv_idx):
+        return score * scale[q_idx] + scale[kv_idx]
+
     check_score(
-        mods.on_documents(mods.position_temperature(scale), **given),
-        lambda s: s * scale.double()[place][:, None],
+        mods.on_documents(by_position, **given),
+        lambda s: s * scale.double()[place][:, None] + scale.double()[place],
         Sizes(),
         captures=[scale],
         mask=(mods.documents(ids), lambda b, h, q, k: ids[q] == ids[k]),
