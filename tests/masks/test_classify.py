@@ -208,8 +208,9 @@ TABLE = torch.rand(32, 16, generator=drawn(8)) < 0.3
         per_document,
         lambda b, h, q, kv: TABLE[q // 128, kv // 256],
         lambda b, h, q, kv: TABLE[q // 128, kv // 256] & (q >= kv),
+        lambda b, h, q, kv: (q >= kv) & ((q - kv) % 181 == 0),
     ],
-    ids=["image", "positions in documents", "table of tiles", "causal table of tiles"],
+    ids=["image", "positions in documents", "table of tiles", "causal table of tiles", "strided"],
 )
 def test_few_tiles_need_all_their_scores(mod, monkeypatch):
     """Interval arithmetic over tiles, rows and columns decides the usual masks."""
