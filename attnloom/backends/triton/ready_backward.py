@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnloom.backends.triton import configs, configs_backward
 from attnloom.backends.triton.backward_keys import key_kernel
@@ -15,7 +15,13 @@ from attnloom.backends.triton.launcher import Launcher
 from attnloom.backends.triton.lists import covering
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_ints
+from attnloom.ir.node import Axes, BoundProgram
 
+# Operations that take several instructions of a slow unit.
+_SLOW = frozenset(
+    "exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan atan2 sinh cosh tanh "
+    "asinh acosh atanh sigmoid erf erfc pow div reciprocal".split()
+)
 _LARGEST_STEP = 128  # of the tables of configs_backward.py
 _MAX_PARTS = 16
 _MAX_HEADS_TOGETHER = 64
@@ -59,12 +65,23 @@ def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> 
     table = configs_backward.key_tiles if role.own_keys else configs_backward.row_tiles
     prepare = _prepare_keys if role.own_keys else _prepare_rows
     return choose(
-        table(device, shape_class(operands)),
+        table(device, replace(shape_class(operands), work=_work(operands.call.score))),
         lambda tile: prepare(operands, role, tile),
         launch,
         configs_backward.FEW_SPILLS,
         configs.MAX_TRIES,
     )
+
+
+def _work(score: BoundProgram | None) -> int:
+    """See configs_backward.Shape."""
+    if score is None:
+        return 0
+    program = score.program
+    slow = (
+        axes for node, axes in zip(program.nodes, program.axes, strict=True) if node.op in _SLOW
+    )
+    return 2 if any(axes & Axes.Q and axes & Axes.KV for axes in slow) else 1
 
 
 def shape_class(operands: Operands) -> configs_backward.Shape:
