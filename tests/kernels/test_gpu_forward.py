@@ -53,6 +53,13 @@ def test_head_dims(D: int, Dv: int, dtype: torch.dtype) -> None:
     check(Case("causal", replace(SIZES, D=D, Dv=Dv), dtype, block_size=128))
 
 
+@pytest.mark.parametrize(("D", "Dv"), [(31, 31), (72, 40), (96, 96), (192, 128), (64, 200)])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_head_dims_of_decode(D: int, Dv: int, dtype: torch.dtype) -> None:
+    """Case 54: D=96 failed for a single query only."""
+    check(Case("causal", replace(SIZES, Q_LEN=1, D=D, Dv=Dv), dtype, block_size=128))
+
+
 LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 1000), (1000, 17), (1000, 1000)]
 
 

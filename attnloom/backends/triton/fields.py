@@ -22,6 +22,7 @@ from attnloom.backends.triton.arguments import (
 from attnloom.backends.triton.config import INTERPRETED, KernelConfig
 from attnloom.backends.triton.fragments import Fragment, mask_fragment, score_fragment
 from attnloom.backends.triton.layouts import mask_layouts, score_layouts
+from attnloom.ir.node import BoundProgram
 from attnloom.plan.problem import compute_type
 
 _TL = {
@@ -140,7 +141,8 @@ def launch_key(call: AttentionCall, tensors: Tensors) -> tuple[object, ...]:
         None
         if blocks is None
         else (blocks.q_block, blocks.kv_block, blocks.q_offset, blocks.kv_offset),
-        (score is not None or mask is not None) and _is_wide(call),
+        # without numbers and captured tensors it follows from the rest of this key
+        _binds(score, mask) and _is_wide(call),
         score_layouts(call),
         mask_layouts(call),
         call.scale > 0,
@@ -156,6 +158,10 @@ def target_of(call: AttentionCall) -> emit.Target:
     exact = call.options.exact_math or not half
     arch = configs.device_of(call.query.device).arch
     return emit.Target(half and not exact and arch >= 75, _is_wide(call), exact, _is_near(call))
+
+
+def _binds(*programs: BoundProgram | None) -> bool:
+    return any(p is not None and (p.numbers or p.tensors) for p in programs)
 
 
 def _is_near(call: AttentionCall) -> bool:
