@@ -42,7 +42,8 @@ def errors_suite(
             dout = torch.randn(inputs[0].shape, generator=generator).to(DTYPES[case.dtype])
             expected = _oracle(case, inputs, dout)
             errors = {
-                name: _errors(_run(name, case, inputs, dout), expected) for name in (ours, *peers)
+                name: relative_errors(_run(name, case, inputs, dout), expected)
+                for name in (ours, *peers)
             }
             for row in _rows(case, errors, ours, peers):
                 yield replace(row, case=row.case + suffix)
@@ -58,7 +59,7 @@ def _oracle(case: Case, inputs: list[torch.Tensor], dout: torch.Tensor) -> Tenso
         variant.score(case.num_heads) if variant.score else None,
         variant.mask(case.kv_len) if variant.mask else None,
     ).out
-    return _with_gradients(out, leaves, dout.double())
+    return with_gradients(out, leaves, dout.double())
 
 
 def _run(name: str, case: Case, inputs: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
@@ -69,15 +70,17 @@ def _run(name: str, case: Case, inputs: list[torch.Tensor], dout: torch.Tensor) 
         return {}
     leaves = [x.clone().requires_grad_(contender.has_backward) for x in inputs]
     out = attention(*leaves)
-    return _with_gradients(out, leaves, dout) if contender.has_backward else {"out": out}
+    return with_gradients(out, leaves, dout) if contender.has_backward else {"out": out}
 
 
-def _with_gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
+def with_gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
+    """out and the gradients of query, key and value by name."""
     gradients = torch.autograd.grad(out, leaves, dout)
     return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
 
 
-def _errors(results: Tensors, expected: Tensors) -> dict[str, float]:
+def relative_errors(results: Tensors, expected: Tensors) -> dict[str, float]:
+    """Of each result, in parts per million."""
     return {
         name: float((x.double() - expected[name]).norm() / expected[name].norm()) * 1e6
         for name, x in results.items()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import accuracy, fresh, gallery, gpu, gpu_masks, gpu_paged
+from benchmarks import accuracy, fresh, gallery, gpu, gpu_accuracy, gpu_masks, gpu_paged
 from benchmarks.cases import Case, decode_cases, prefill_cases
 from benchmarks.contenders import CONTENDERS, Attention, density
 from benchmarks.rows import Row
@@ -84,13 +84,18 @@ def mask_suite(selection: Selection) -> Iterator[Row]:
                 yield from _with_peers(row, peers, [other[unit] for other in others])
 
 
+def errors_suite(selection: Selection) -> Iterator[Row]:
+    """Distances from the oracle, on the CUDA device where there is one."""
+    if torch.cuda.is_available():
+        return gpu_accuracy.gpu_errors_suite(selection.gpu_peers, selection.dtypes, selection.keeps)
+    return accuracy.errors_suite(selection.ours, selection.peers, selection.dtypes, selection.keeps)
+
+
 SUITES: dict[str, Callable[[Selection], Iterator[Row]]] = {
     "cpu": cpu_suite,
     "mask": mask_suite,
     "compile": compile_suite,
-    "errors": lambda selection: accuracy.errors_suite(
-        selection.ours, selection.peers, selection.dtypes, selection.keeps
-    ),
+    "errors": errors_suite,
     "gallery": lambda selection: gallery.gallery_suite(selection.keeps, selection.budget_s),
     "gpu": lambda selection: gpu.gpu_suite(selection.keeps, selection.gpu_peers),
     "decode": lambda selection: itertools.chain(

@@ -1,0 +1,76 @@
+"""How far our kernels and torch's are from the float64 oracle on a CUDA device, same inputs.
+
+The figure is that of accuracy.py. `triton` is our portable backend where `attnloom` chose another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from attnloom.backends.reference import reference_attention
+from benchmarks.accuracy import NAMES, Tensors, relative_errors, with_gradients
+from benchmarks.cases import DTYPES
+from benchmarks.gpu_cases import DEVICE, GpuCase
+from benchmarks.gpu_peers import CONTENDERS, OURS
+from benchmarks.rows import Row
+
+CASES = tuple(
+    GpuCase(variant, 1, 4, 4, 512, 512, head_dim)
+    for variant, head_dim in (
+        ("causal", 64),
+        ("causal", 128),
+        ("documents12", 64),
+        ("causal+alibi", 128),
+        ("causal+softcap", 128),
+    )
+)
+PEERS = ("triton", "torch-flex")
+
+
+def gpu_errors_suite(
+    peers: tuple[str, ...], dtypes: tuple[str, ...], keeps: Callable[[str], bool]
+) -> Iterator[Row]:
+    """One row for each case, dtype, tensor and peer."""
+    for dtype in dtypes:
+        for case in CASES:
+            if keeps(case.name):
+                yield from _case_rows(case, dtype, tuple(p for p in PEERS if p in peers))
+
+
+def _case_rows(case: GpuCase, dtype: str, peers: tuple[str, ...]) -> Iterator[Row]:
+    draw = torch.Generator(device=DEVICE).manual_seed(0)
+    size = (case.batch, case.heads, case.q_len, case.head_dim)
+    drawn = (torch.randn(size, generator=draw, device=DEVICE) for _ in range(4))
+    *inputs, dout = (x.to(DTYPES[dtype]) for x in drawn)
+    expected = _oracle(case, inputs, dout)
+    errors = {}
+    for name in ("attnloom", *peers):
+        try:
+            errors[name] = relative_errors(_run(name, case, inputs, dout), expected)
+        except Exception as error:
+            if name in OURS:
+                raise
+            print(f"{name} cannot run {case.name} in {dtype}: {error}"[:200], file=sys.stderr)
+    for peer in errors.keys() - {"attnloom"}:
+        for name in NAMES:
+            yield Row(
+                "errors", case.name, f"error of {name}", "ppm", errors["attnloom"][name],
+                dtype=dtype, shape=case.shape, density=case.density(), peer=peer,
+                theirs=errors[peer][name],
+            )  # fmt: skip
+
+
+def _oracle(case: GpuCase, inputs: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
+    query, key, value = leaves = [x.double().requires_grad_() for x in inputs]
+    out = reference_attention(query, key, value, case.score_mod(None), case.mask_mod).out
+    return with_gradients(out, leaves, dout.double())
+
+
+def _run(name: str, case: GpuCase, inputs: list[torch.Tensor], dout: torch.Tensor) -> Tensors:
+    attention = CONTENDERS[name].prepare(case, None)
+    assert attention is not None
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    return with_gradients(attention(*leaves), leaves, dout)
