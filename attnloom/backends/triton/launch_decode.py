@@ -63,10 +63,9 @@ def is_decode(call: AttentionCall) -> bool:
     """Whether queries are so few that programs must share their keys to fill the device."""
     batch, heads, q_len, _ = call.query.shape
     num_rows = heads // call.key.size(1) * q_len
-    if num_rows <= MAX_ROWS:
-        return True
-    device = configs.device_of(call.query.device)
-    return num_rows <= MAX_ROWS_IDLE and batch * heads < device.num_processors
+    if num_rows <= MAX_ROWS or num_rows > MAX_ROWS_IDLE:
+        return num_rows <= MAX_ROWS
+    return batch * heads < configs.device_of(call.query.device).num_processors
 
 
 def decode(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
