@@ -47,3 +47,15 @@ class CacheError(AttnloomError, RuntimeError):
 
 class OutOfPagesError(AttnloomError, RuntimeError):
     """A paged cache has no room for what should be written; nothing was written."""
+
+
+class ModelError(AttnloomError, ValueError):
+    """A model's folder lacks something, or holds something that cannot be served."""
+
+
+class RequestError(AttnloomError, ValueError):
+    """A request for text asks for something that means nothing or does not fit."""
+
+
+class OverloadedError(AttnloomError, RuntimeError):
+    """More requests are waiting than may; nothing was queued."""

@@ -1,0 +1,210 @@
+"""The decoder: layers in the style of Llama and of Gemma 2 over any attention.
+
+Parameters have the names that Hugging Face gives them, without "model." in front. Tokens of all
+sequences of a step come as one row, [T]; which of them see each other is the attention's affair.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from attnloom.serving.config import LayerAttention, ModelConfig, Rope
+
+
+class Attention(Protocol):
+    """Attention of a step: keys and values of its tokens are kept, queries see what came before."""
+
+    def __call__(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq * D]."""
+        ...
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight, in Gemma's form or in Llama's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.eps, self.gemma = config.norm_eps, config.gemma
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.gemma:  # rounded once, after the weight
+            return (wide * (1 + self.weight.float())).to(x.dtype)
+        return self.weight * wide.to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Projections, rotary embedding, attention, projection."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = config.layer(index), config.head_dim
+        inner, outer = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, inner, bias)
+        self.k_proj = nn.Linear(hidden, outer, bias)
+        self.v_proj = nn.Linear(hidden, outer, bias)
+        self.o_proj = nn.Linear(inner, hidden, bias)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(attention(self.layer, rotate(query, turn), rotate(key, turn), value))
+
+
+class Mlp(nn.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias)
+        self.up_proj = nn.Linear(hidden, inner, bias)
+        self.down_proj = nn.Linear(inner, hidden, bias)
+        self.activation = config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        if self.activation == "silu":
+            gate = F.silu(gate)
+        else:
+            gate = F.gelu(gate, approximate="none" if self.activation == "gelu" else "tanh")
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class LlamaLayer(nn.Module):
+    """Norms before attention and before the MLP."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config)
+        self.self_attn = SelfAttention(config, index)
+        self.post_attention_layernorm = RmsNorm(config)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class GemmaLayer(nn.Module):
+    """Norms on both sides of attention and of the MLP."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config)
+        self.self_attn = SelfAttention(config, index)
+        self.post_attention_layernorm = RmsNorm(config)
+        self.pre_feedforward_layernorm = RmsNorm(config)
+        self.mlp = Mlp(config)
+        self.post_feedforward_layernorm = RmsNorm(config)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        seen = self.self_attn(self.input_layernorm(x), turn, attention)
+        x = x + self.post_attention_layernorm(seen)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        layer = GemmaLayer if config.gemma else LlamaLayer
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_layers))
+        self.norm = RmsNorm(config)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._frequencies: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
+    ) -> Tensor:
+        """Logits of some tokens of a step.
+
+        Args:
+            tokens, positions: [T] integers.
+            rows: [R] which tokens' logits are wanted; all if None.
+        Returns:
+            [R, vocab_size] float32.
+        """
+        x = self.embed_tokens(tokens)
+        if self.config.gemma:
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
+        turn = self._turn(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, turn, attention)
+        x = self.norm(x if rows is None else x[rows])
+        head = self.embed_tokens.weight if self.config.tied else self.lm_head.weight
+        logits = F.linear(x, head)
+        cap = self.config.logit_softcap
+        return (logits if cap is None else cap * torch.tanh(logits / cap)).float()
+
+    def _turn(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all tokens, [T, 1, D / 2] each."""
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            made = rope_frequencies(self.config.rope, self.config.head_dim)
+            self._frequencies = made.to(positions.device)
+        angles = positions[:, None, None].float() * self._frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x[i], x[i + D / 2]) by its angle; x [T, H, D]."""
+    cos, sin = turn
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Angle of each pair a position, [D / 2] float32.
+
+    Source: Su et al. 2021, arXiv:2104.09864; the scaling of Llama 3.1 as in its release.
+    """
+    powers = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / rope.theta**powers
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        # Slow pairs are slowed further by factor, fast ones are kept, between them it is blended.
+        turns = rope.original_length * frequencies / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * frequencies / rope.factor + kept * frequencies
+    return frequencies
+
+
+def random_decoder(
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Decoder:
+    """A decoder with normal weights of standard deviation 0.02, made where it will run."""
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(0.0 if config.gemma else 1.0)
+            else:
+                parameter.normal_(0, 0.02, generator=generator)
+    return model.requires_grad_(False).eval()

@@ -1,0 +1,111 @@
+"""Trees of tokens that may follow a sequence, guessed cheaply and verified by the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import Protocol
+
+from attnloom.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Guessed continuations that share their beginnings.
+
+    Attributes:
+        tokens: of each node.
+        parents: of each node, an earlier one; -1 for those that follow the sequence directly.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def depths(self) -> list[int]:
+        """1 for those that follow the sequence directly, and so on."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(1 if parent < 0 else found[parent] + 1)
+        return found
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of a node (-1: of the sequence) that holds a token."""
+        for i, (parent, held) in enumerate(zip(self.parents, self.tokens, strict=True)):
+            if parent == node and held == token:
+                return i
+        return None
+
+    def cut(self, num_nodes: int, depth: int) -> DraftTree | None:
+        """At most so many nodes, none deeper than that; None if nothing is left."""
+        kept: dict[int, int] = {-1: -1}
+        tokens, parents = [], []
+        for i, d in enumerate(self.depths()):
+            if d <= depth and len(tokens) < num_nodes:  # parents come first and are less deep
+                kept[i] = len(tokens)
+                tokens.append(self.tokens[i])
+                parents.append(kept[self.parents[i]])
+        return DraftTree(tuple(tokens), tuple(parents)) if tokens else None
+
+
+class Drafter(Protocol):
+    """Guesses what follows."""
+
+    def propose(self, tokens: Tokens[int]) -> DraftTree | None:
+        """A tree of what may follow these tokens; None where there is no idea."""
+        ...
+
+
+class NgramDrafter:
+    """What followed the last few tokens where they stood before, each different continuation a
+    branch.
+
+    Costs one look through the sequence and needs no second model; helps where text repeats itself:
+    code, quotations, summaries.
+    """
+
+    def __init__(self, ngram: int = 3, branches: int = 4, depth: int = 5) -> None:
+        """Make one.
+
+        Args:
+            ngram: tokens that must agree; shorter ones, down to 1, where none do.
+            branches: continuations at most, the latest first.
+            depth: tokens of each.
+        """
+        if min(ngram, branches, depth) < 1:
+            raise OptionError(
+                f"ngram, branches and depth are {ngram}, {branches} and {depth}; each must be 1 or "
+                "more."
+            )
+        self.ngram, self.branches, self.depth = ngram, branches, depth
+
+    def propose(self, tokens: Tokens[int]) -> DraftTree | None:
+        """See Drafter."""
+        tokens = list(tokens)
+        for n in range(min(self.ngram, len(tokens) - 1), 0, -1):
+            tail = tokens[-n:]
+            places = [
+                i
+                for i in range(len(tokens) - n - 1, -1, -1)
+                if tokens[i] == tail[0] and tokens[i : i + n] == tail
+            ]
+            if places:
+                ends = [i + n for i in places]
+                return grow([tokens[e : e + self.depth] for e in ends], self.branches)
+        return None
+
+
+def grow(continuations: list[list[int]], branches: int) -> DraftTree:
+    """The tree of the first `branches` different continuations."""
+    nodes: dict[tuple[int, ...], int] = {(): -1}
+    tokens: list[int] = []
+    parents: list[int] = []
+    for path in dict.fromkeys(map(tuple, continuations)):
+        if not branches:
+            break
+        branches -= 1
+        for end in range(1, len(path) + 1):
+            if path[:end] not in nodes:
+                nodes[path[:end]] = len(tokens)
+                tokens.append(path[end - 1])
+                parents.append(nodes[path[: end - 1]])
+    return DraftTree(tuple(tokens), tuple(parents))

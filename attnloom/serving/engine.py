@@ -1,0 +1,284 @@
+"""Engine: requests in, text out, one step of the model at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from attnloom.errors import OptionError, RequestError
+from attnloom.paged import PagedKVCache
+from attnloom.serving.decoder import Decoder
+from attnloom.serving.drafts import Drafter
+from attnloom.serving.metrics import Metrics
+from attnloom.serving.request import Finish, Output, Request, SamplingParams, Sequence
+from attnloom.serving.runner import ModelRunner
+from attnloom.serving.sampling import Draw, sample
+from attnloom.serving.scheduler import Chunk, Limits, Scheduler
+from attnloom.serving.text import TextStream, Tokenizer
+
+
+@dataclass(slots=True)
+class _Served:
+    """A request in the engine."""
+
+    sequence: Sequence
+    stream: TextStream
+    arrived: float
+
+
+class Engine:
+    """Continuous batching over a paged cache: every step takes a token of each sequence that
+    decodes and fills up with chunks of prompts.
+
+    Not for several threads at once; see Service for that.
+
+    Attributes:
+        scheduler: who runs, who waits.
+        cache: PagedKVCache of the model's layers.
+        metrics: counts since the start.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        limits: Limits | None = None,
+        *,
+        num_pages: int | None = None,
+        page_size: int = 64,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Make an engine with an empty cache.
+
+        Args:
+            tokenizer: without one outputs have no text, and stop texts are refused.
+            num_pages: of the cache; default: for a quarter of max_running sequences of full
+                length, at least one.
+            drafter: guesses tokens that are then verified, several in one step.
+        Raises:
+            OptionError: a limit means nothing, or the cache would not hold one sequence.
+        """
+        limits = limits or Limits(max_length=min(2048, model.config.max_length))
+        _check_limits(limits, model.config.max_length)
+        longest = -(-limits.max_length // page_size)
+        num_pages = num_pages or longest * max(1, limits.max_running // 4)
+        if num_pages < longest:
+            raise OptionError(
+                f"{num_pages} pages of {page_size} tokens do not hold one sequence of max_length "
+                f"{limits.max_length}. Give at least {longest} pages, or lower max_length."
+            )
+        config = model.config
+        self.tokenizer, self.limits, self._drafter = tokenizer, limits, drafter
+        self.cache = PagedKVCache(
+            num_pages,
+            page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            num_layers=config.num_layers,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.scheduler = Scheduler(self.cache, limits)
+        self.metrics = Metrics()
+        self._runner = ModelRunner(model, self.cache, limits.max_length)
+        self._eos = {*config.eos_tokens, *(tokenizer.eos_tokens if tokenizer else ())}
+        self._served: dict[str, _Served] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is running or waiting."""
+        return bool(self._served)
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            RequestError: it does not fit, or has tokens that the model does not know.
+        """
+        prompt, params = request.prompt, request.params
+        vocab_size = self._runner.model.config.vocab_size
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token.")
+        if len(prompt) + params.max_tokens > self.limits.max_length:
+            raise RequestError(
+                f"{len(prompt)} tokens of prompt and max_tokens {params.max_tokens} are more than "
+                f"the {self.limits.max_length} tokens that a sequence may have here."
+            )
+        wrong = next((t for t in prompt if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"token {wrong} is not one of the model's {vocab_size}.")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop texts need a tokenizer; this engine has none.")
+
+    def add(self, request: Request) -> str:
+        """Queue a request; its name, which outputs carry.
+
+        Raises:
+            RequestError: it can never be served.
+            OverloadedError: too many are waiting.
+        """
+        self.check(request)
+        if request.name in self._served:
+            raise RequestError(f"a request named {request.name!r} is being served already.")
+        sequence = Sequence.of(request)
+        self.scheduler.add(sequence)
+        stream = TextStream(self.tokenizer, request.params.stop)
+        self._served[request.name] = _Served(sequence, stream, time.monotonic())
+        self.metrics.requests += 1
+        return request.name
+
+    def cancel(self, name: str) -> bool:
+        """Forget a request, at once; False if it has ended already."""
+        served = self._served.pop(name, None)
+        if served is None:
+            return False
+        served.sequence.finish = Finish.CANCELLED
+        self.scheduler.remove(served.sequence)
+        self.metrics.finished[Finish.CANCELLED.value] += 1
+        return True
+
+    def step(self) -> list[Output]:
+        """Run the model once; what it adds to each request that it adds something to."""
+        self._propose()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        logits = self._runner.run(chunks)
+        ending = [i for i, chunk in enumerate(chunks) if chunk.ends]
+        draws = [draw for i in ending for draw in _draws(chunks[i])]
+        tokens = sample(torch.cat([logits[i] for i in ending]), draws) if ending else []
+        outputs, at = [], 0
+        for chunk, rows in zip(chunks, logits, strict=True):
+            drawn = tokens[at : at + len(rows)]
+            at += len(rows)
+            output = self._advance(chunk, drawn)
+            if output is not None:
+                outputs.append(output)
+        self.metrics.steps += 1
+        self.metrics.computed_tokens += sum(chunk.num_tokens for chunk in chunks)
+        return outputs
+
+    def generate(
+        self, prompts: Iterable[tuple[int, ...] | list[int]], params: SamplingParams | None = None
+    ) -> list[list[int]]:
+        """Output tokens of some prompts, in their order. Further requests go on meanwhile, and
+        their outputs are lost."""
+        params = params or SamplingParams()
+        names = [self.add(Request(tuple(prompt), params)) for prompt in prompts]
+        found: dict[str, list[int]] = {name: [] for name in names}
+        while any(name in self._served for name in names):
+            for output in self.step():
+                if output.name in found:
+                    found[output.name] += output.tokens
+        return [found[name] for name in names]
+
+    def _propose(self) -> None:
+        if self._drafter is None:
+            return
+        for sequence in self.scheduler.running:
+            one = sequence.num_pending == 1
+            sequence.draft = self._drafter.propose(sequence.tokens) if one else None
+
+    def _advance(self, chunk: Chunk, drawn: list[int]) -> Output | None:
+        """Take the tokens that a chunk gave to its sequence."""
+        sequence = chunk.sequence
+        if chunk.draft is None:
+            self.scheduler.computed(sequence, sequence.num_computed + chunk.count)
+            new = drawn
+        else:
+            path, new = _verified(chunk, drawn)
+            self._runner.accept(chunk, path)
+            self.metrics.drafted_tokens += len(chunk.draft.tokens)
+            self.metrics.accepted_tokens += len(path)
+            sequence.draft = None
+        return self._take(chunk, new) if new else None
+
+    def _take(self, chunk: Chunk, new: list[int]) -> Output:
+        sequence = chunk.sequence
+        served = self._served[sequence.request.name]
+        params, before = sequence.request.params, sequence.num_output
+        if not before:
+            self.metrics.first_token_seconds.observe(time.monotonic() - served.arrived)
+        text = ""
+        for token in new:
+            sequence.tokens.append(token)
+            if token in self._eos and not params.ignore_eos:
+                sequence.finish = Finish.STOP
+            else:
+                text += served.stream.add(token)
+                if served.stream.stopped:
+                    sequence.finish = Finish.STOP
+                elif sequence.num_output >= params.max_tokens:
+                    sequence.finish = Finish.LENGTH
+            if sequence.finish is not None:
+                text += served.stream.close()
+                break
+        if chunk.draft is not None:
+            computed = min(self.cache.length(_name(sequence)), len(sequence.tokens))
+            self.scheduler.computed(sequence, computed)
+        taken = tuple(sequence.tokens[len(sequence.tokens) - (sequence.num_output - before) :])
+        self.metrics.output_tokens += len(taken)
+        if sequence.finish is not None:
+            self._end(served)
+        return Output(
+            sequence.request.name,
+            taken,
+            text,
+            sequence.finish,
+            len(sequence.request.prompt),
+            sequence.num_output,
+            sequence.num_shared,
+        )
+
+    def _end(self, served: _Served) -> None:
+        sequence = served.sequence
+        self.scheduler.remove(sequence)
+        del self._served[sequence.request.name]
+        assert sequence.finish is not None
+        self.metrics.finished[sequence.finish.value] += 1
+        self.metrics.request_seconds.observe(time.monotonic() - served.arrived)
+        self.metrics.shared_tokens += sequence.num_shared
+        self.metrics.prompt_tokens += len(sequence.request.prompt)
+
+
+def _draws(chunk: Chunk) -> list[Draw]:
+    """How to draw after the last token of a chunk and after each of its drafts."""
+    sequence, depths = chunk.sequence, chunk.draft.depths() if chunk.draft else []
+    params, place = sequence.request.params, sequence.num_output
+    return [Draw(params, sequence.seed, place + depth) for depth in (0, *depths)]
+
+
+def _verified(chunk: Chunk, drawn: list[int]) -> tuple[list[int], list[int]]:
+    """Nodes of the draft that agree with what was drawn, and the tokens that this gives: theirs and
+    the first one that no node holds.
+
+    A token is drawn at every node as if there were no drafts, so that the text is what it would be
+    without them.
+    """
+    assert chunk.draft is not None
+    path: list[int] = []
+    tokens = [drawn[0]]
+    node = chunk.draft.child(-1, drawn[0])
+    while node is not None:
+        path.append(node)
+        tokens.append(drawn[1 + node])
+        node = chunk.draft.child(node, drawn[1 + node])
+    return path, tokens
+
+
+def _name(sequence: Sequence) -> int:
+    assert sequence.cached is not None
+    return sequence.cached
+
+
+def _check_limits(limits: Limits, model_length: int) -> None:
+    for name in ("max_running", "max_step_tokens", "max_waiting", "max_length"):
+        if getattr(limits, name) < 1:
+            raise OptionError(f"{name} is {getattr(limits, name)}; it must be 1 or more.")
+    if limits.max_length > model_length:
+        raise OptionError(
+            f"max_length is {limits.max_length}, but the model knows {model_length} positions."
+        )

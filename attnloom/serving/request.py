@@ -1,0 +1,123 @@
+"""Requests for text, the sequences that they become, and what comes out of a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from dataclasses import dataclass, field
+from enum import Enum
+
+from attnloom.errors import RequestError
+from attnloom.serving.drafts import DraftTree
+
+_names = itertools.count()
+
+
+class Finish(str, Enum):
+    """Why a sequence ended, in the words of OpenAI's API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn, and when to stop.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_k: only that many of the likeliest tokens; 0: all.
+        top_p: only the likeliest tokens that hold this much probability together.
+        seed: the same seed gives the same text whatever else runs; None: a new one each time.
+        max_tokens: of output.
+        stop: texts that end the output; they are not part of it.
+        ignore_eos: go on after the model's end of sequence.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more"),
+        )
+        for name, value, fine, range_text in checks:
+            if not fine or not math.isfinite(value):
+                raise RequestError(f"{name} is {value}; it must be {range_text}.")
+        if any(not text for text in self.stop) or len(self.stop) > 16:
+            raise RequestError("stop holds an empty text or more than 16; give 1 to 16 texts.")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how to go on from it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    name: str = field(default_factory=lambda: f"request-{next(_names)}")
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request while it is served.
+
+    Attributes:
+        tokens: prompt and output so far.
+        num_computed: the first of them, whose keys and values are in the cache.
+        cached: name in the PagedKVCache, None while it waits.
+        draft: tokens that may follow, to be verified in the next step.
+        num_shared: prompt tokens that were found in the cache.
+    """
+
+    request: Request
+    seed: int
+    tokens: list[int]
+    num_computed: int = 0
+    cached: int | None = None
+    draft: DraftTree | None = None
+    num_shared: int = 0
+    finish: Finish | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Sequence:
+        """The sequence of a request that has just arrived."""
+        seed = request.params.seed
+        seed = secrets.randbits(62) if seed is None else seed
+        return cls(request, seed, list(request.prompt))
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the model has yet to see: 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step adds to a request.
+
+    Attributes:
+        text: complete characters; what may be the start of a stop text is held back.
+        finish: None while more is to come.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    text: str
+    finish: Finish | None
+    num_prompt: int
+    num_output: int
+    num_shared: int
