@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import accuracy, fresh, gallery, gpu, gpu_accuracy, gpu_masks, gpu_paged
+from benchmarks import accuracy, fresh, gallery, gpu, gpu_accuracy, gpu_first, gpu_masks, gpu_paged
 from benchmarks.cases import Case, decode_cases, prefill_cases
 from benchmarks.contenders import CONTENDERS, Attention, density
 from benchmarks.rows import Row
@@ -53,6 +53,9 @@ def cpu_suite(selection: Selection) -> Iterator[Row]:
 
 def compile_suite(selection: Selection) -> Iterator[Row]:
     """First call with a cold and with a warm disk cache, host overhead, extra memory."""
+    if torch.cuda.is_available():
+        yield from gpu_first.gpu_first_suite(selection.keeps, selection.gpu_peers)
+        return
     for backward in (False, True):
         yield from _first_calls(backward, selection)
     yield from _overhead(selection)

@@ -69,6 +69,15 @@ GPU_TARGETS = (
         "full attention, D=128, share of the matrix product's rate",
         largest, 86.0, "%", "peak", True, suites=("gpu",),
     ),
+    *(
+        Target(text, largest, limit, "ms", phase, suites=("gpu-compile",))
+        for text, limit, phase in (
+            ("first call of a new variant", 1500.0, "first_call"),
+            ("first call and backward of a new variant", 3000.0, "first_step"),
+            ("first call in a new process, kernels on disk", 200.0, "warm_call"),
+            ("first call and backward in a new process, kernels on disk", 200.0, "warm_step"),
+        )
+    ),
     Target("host overhead of an eager call", largest, 40.0, "us", "overhead", suites=("gpu",)),
     Target(
         "decode, keys and values read, worst case",

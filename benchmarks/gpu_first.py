@@ -1,0 +1,87 @@
+"""First calls on a CUDA device, each in a process of its own: empty caches, then what that left.
+
+python -m benchmarks.gpu_first CASE CONTENDER BACKWARD  (one process; prints milliseconds)
+
+torch's own first use of the device, of a matrix product and of the autograd engine come before the
+clock starts. What is timed ends when the device is done; the mask is built before.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.gpu_cases import DEVICE, GpuCase
+from benchmarks.gpu_peers import CONTENDERS
+from benchmarks.rows import Row
+
+SUITE = "gpu-compile"
+CASES = {
+    "softcap": GpuCase("causal+softcap", 2, 16, 16, 2048, 2048, 128),
+    "alibi": GpuCase("causal+alibi", 2, 16, 16, 2048, 2048, 64),
+}
+_CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "ATTNLOOM_CACHE_DIR": "attnloom",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+
+
+def gpu_first_suite(keeps: Callable[[str], bool], peers: tuple[str, ...]) -> Iterator[Row]:
+    """first_call and first_step with empty caches, warm_call and warm_step with filled ones."""
+    rivals = tuple(peer for peer in ("triton", "torch-flex") if peer in peers)
+    for key, case in CASES.items():
+        if not keeps(case.name):
+            continue
+        for kind in ("call", "step"):
+            times = {name: _cold_and_warm(key, name, kind) for name in ("attnloom", *rivals)}
+            for i, phase in enumerate(("first", "warm")):
+                for peer in rivals:
+                    yield Row(
+                        SUITE, case.name, f"{phase}_{kind}", "ms", times["attnloom"][i],
+                        dtype="bf16", shape=case.shape, peer=peer, theirs=times[peer][i],
+                    )  # fmt: skip
+
+
+def _cold_and_warm(key: str, contender: str, kind: str) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        places = {name: os.path.join(folder, part) for name, part in _CACHES.items()}
+        command = [sys.executable, "-m", "benchmarks.gpu_first", key, contender, kind]
+        cold, warm = (
+            subprocess.run(
+                command, env=os.environ | places, capture_output=True, text=True, check=False
+            )
+            for _ in range(2)
+        )
+    for done in (cold, warm):
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stderr[-2000:]}")
+    return float(cold.stdout.split()[-1]), float(warm.stdout.split()[-1])
+
+
+def main(key: str, contender: str, kind: str) -> None:
+    """Print the milliseconds of one first call or first training step."""
+    case = CASES[key]
+    inputs = [x.requires_grad_(kind == "step") for x in case.inputs()]
+    square = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+    (square @ square).sum().backward()
+    attention = CONTENDERS[contender].prepare(case, None)
+    assert attention is not None
+    dout = torch.randn_like(inputs[0])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = attention(*inputs)
+    if kind == "step":
+        out.backward(dout)
+    torch.cuda.synchronize()
+    print((time.perf_counter() - start) * 1e3)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
