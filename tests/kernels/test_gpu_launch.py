@@ -41,8 +41,8 @@ def much_memory() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    if free < 60 << 30:
-        pytest.skip(f"{free >> 30} GiB are free, 60 are needed")
+    if free < 40 << 30:
+        pytest.skip(f"{free >> 30} GiB are free, 40 are needed")
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -50,6 +50,13 @@ def much_memory() -> Iterator[None]:
 
 def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
+
+
+def assert_alike(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Within 2% of the largest element, however small that is."""
+    error, size = (float(x.abs().max()) for x in (one - other, other))
+    assert size > 0, "nothing to compare"
+    assert error <= 0.02 * size, f"{error:.3g} of {size:.3g}"
 
 
 def attention(S: int, backend: str = "triton") -> Callable[[Inputs], torch.Tensor]:
@@ -265,7 +272,7 @@ def test_a_table_beyond_31_bits(much_memory: None) -> None:
     q, k, v = (t[0, 0].double() for t in x)
     live = (table[last] != 0) & (torch.arange(S)[last, None] >= torch.arange(S))
     scores = (q[last] @ k.T / 4 + table[:, last].T).masked_fill(~live, -math.inf)
-    close(out[0, 0, last], scores.softmax(-1) @ v, BF16)
+    assert_alike(out[0, 0, last].double(), scores.softmax(-1) @ v)
     close(aux.lse[0, 0, last], scores.logsumexp(-1), FP32)
 
 
@@ -283,10 +290,10 @@ def test_a_bias_beyond_31_bits_and_its_gradient(much_memory: None) -> None:
     y = tuple(t[:, -1:].detach().clone().requires_grad_() for t in x)
     alone = call(*y, lambda s, b, h, i, j: s + own[i, j])
     expected = torch.autograd.grad(alone, (*y, own), torch.ones_like(alone))
-    close(out[:, -1:], alone, BF16)
+    assert_alike(out[:, -1:], alone)
     for mine, theirs in zip(grads[:3], expected[:3], strict=True):
-        close(mine[:, -1:], theirs, BF16)
-    close(grads[3][-1], expected[3], BF16)
+        assert_alike(mine[:, -1:], theirs)
+    assert_alike(grads[3][-1], expected[3])
 
 
 @pytest.mark.parametrize(("backend", "Q"), [("triton", 3), ("triton", 200), ("auto", 200)])
@@ -297,18 +304,18 @@ def test_keys_beyond_31_bits(backend: str, Q: int, much_memory: None) -> None:
     k, v = (torch.zeros(shape, dtype=BF16) for _ in range(2))
     k[:, -1].normal_()
     v[:, -1].normal_()
-    q = normal(1, H, Q, D, dtype=BF16)
+    q = 4 * normal(1, H, Q, D, dtype=BF16)  # few keys take most of a row
     x = [t.requires_grad_(Q > 64) for t in (q, k, v)]
     call = functools.partial(attnloom.flex_attention, kernel_options={"backend": backend})
     out = call(*x)
     y = [t[:, -1:].detach().clone().requires_grad_(Q > 64) for t in x]
     alone = call(*y)
-    close(out[:, -1:], alone, BF16)
+    assert_alike(out[:, -1:], alone)
     if Q > 64:
         mine = torch.autograd.grad(out, x, torch.ones_like(out))
         theirs = torch.autograd.grad(alone, y, torch.ones_like(alone))
         for one, other in zip(mine, theirs, strict=True):
-            close(one[:, -1:], other, BF16)
+            assert_alike(one[:, -1:], other)
 
 
 @pytest.mark.parametrize("block", [128, 1024])
@@ -338,7 +345,7 @@ def test_case_028_and_029_long_sequences(block: int) -> None:
     live = live.expand(len(rows), S)
     scores = (q[rows] @ k.T / math.sqrt(128)).masked_fill(~live, -math.inf)
     expected = scores.softmax(-1).nan_to_num() @ v
-    close(out[0, 0, rows], expected, BF16)
+    assert_alike(out[0, 0, rows].double(), expected)
     grads = torch.autograd.grad(out, x, torch.ones_like(out))
     assert all(bool(torch.isfinite(g).all()) for g in grads)
 
