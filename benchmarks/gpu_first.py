@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -51,7 +52,7 @@ def gpu_first_suite(keeps: Callable[[str], bool], peers: tuple[str, ...]) -> Ite
 
 def _cold_and_warm(key: str, contender: str, kind: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
-        places = {name: os.path.join(folder, part) for name, part in _CACHES.items()}
+        places = {name: str(Path(folder) / part) for name, part in _CACHES.items()}
         command = [sys.executable, "-m", "benchmarks.gpu_first", key, contender, kind]
         cold, warm = (
             subprocess.run(

@@ -48,14 +48,18 @@ def cpu_suite(selection: Selection) -> Iterator[Row]:
     for case in decode_cases(dtypes):
         if selection.keeps("decode-" + case.name):
             yield from _compare_forward(case, "decode", selection)
-    yield from compile_suite(selection)
+    yield from _cpu_compile(selection)
 
 
 def compile_suite(selection: Selection) -> Iterator[Row]:
-    """First call with a cold and with a warm disk cache, host overhead, extra memory."""
+    """What a process pays once, on the CUDA device where there is one."""
     if torch.cuda.is_available():
-        yield from gpu_first.gpu_first_suite(selection.keeps, selection.gpu_peers)
-        return
+        return gpu_first.gpu_first_suite(selection.keeps, selection.gpu_peers)
+    return _cpu_compile(selection)
+
+
+def _cpu_compile(selection: Selection) -> Iterator[Row]:
+    """First call with a cold and with a warm disk cache, host overhead, extra memory."""
     for backward in (False, True):
         yield from _first_calls(backward, selection)
     yield from _overhead(selection)
