@@ -191,10 +191,7 @@ def shared_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> 
     return {
         "TILE_M": tile.tile_m,
         "TILE_N": tile.tile_n,
-        "D": query.size(3),
-        "DV": value.size(3),
-        **dict(zip(("D0", "D1", "D2"), configs.chunks(query.size(3)), strict=True)),
-        **dict(zip(("E0", "E1", "E2"), configs.chunks(value.size(3)), strict=True)),
+        **dimension_fields(query, value),
         "SUB": 1 if blocks is None else blocks.kv_block // tile.tile_n,
         "HAS_LISTS": blocks is not None,
         "HAS_SCORE": score is not None,
@@ -211,6 +208,17 @@ def shared_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> 
         "NATURAL": num_tries(call) == 1,
         **fragment_fields("SCORE", score),
         **fragment_fields("MASK", mask),
+    }
+
+
+def dimension_fields(query: torch.Tensor, value: torch.Tensor) -> dict[str, int]:
+    """D and Dv, and the chunks that cover each."""
+    head_dim, value_dim = query.size(3), value.size(3)
+    return {
+        "D": head_dim,
+        "DV": value_dim,
+        **dict(zip(("D0", "D1", "D2"), configs.chunks(head_dim), strict=True)),
+        **dict(zip(("E0", "E1", "E2"), configs.chunks(value_dim), strict=True)),
     }
 
 

@@ -13,6 +13,7 @@ from attnloom.backends.triton import configs, emit, emit_grad
 from attnloom.backends.triton.arguments import TMA_BOX_BYTES, is_aligned
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.fields import (
+    dimension_fields,
     fragment_fields,
     operand_type,
     precision_of,
@@ -124,10 +125,7 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
     return BackwardConfig(
         TILE_M=tile.tile_m,
         TILE_N=tile.tile_n,
-        D=query.size(3),
-        DV=value.size(3),
-        **dict(zip(("D0", "D1", "D2"), configs.chunks(query.size(3)), strict=True)),
-        **dict(zip(("E0", "E1", "E2"), configs.chunks(value.size(3)), strict=True)),
+        **dimension_fields(query, value),
         SUB=1 if step_block is None else step_block // step,
         TILES_PER_BLOCK=1 if owned_block is None else owned_block // owned,
         HAS_LISTS=blocks is not None,
