@@ -75,9 +75,8 @@ def test_scores_that_overflow_where_keys_end() -> None:
     check(Case("plain", SIZES, BF16, magnitude=30.0))
 
 
-@pytest.mark.parametrize("layout", ["heads_last", "sliced"])
-def test_layouts(layout: str) -> None:
-    check(Case("causal", SIZES, BF16, layout=layout))
+def test_heads_that_are_not_neighbours() -> None:
+    check(Case("causal", SIZES, BF16, layout="transposed"))
 
 
 @pytest.mark.parametrize("block_size", [(64, 128), (512, 256)], ids=str)
