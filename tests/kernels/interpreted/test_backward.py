@@ -40,6 +40,12 @@ def test_captured_gradients_of_reductions(mod: str, deterministic: bool) -> None
     check_gradients(Case(mod, replace(SIZES, Q_LEN=9, KV_LEN=17)), deterministic)
 
 
+@pytest.mark.parametrize("mod", ["full_bias", "pair_bias"])
+def test_tables_of_whole_tiles(mod: str) -> None:
+    """Read without clamping, and a gradient of its own stored, where no lane is outside."""
+    check_gradients(Case(mod, replace(SIZES, Q_LEN=128, KV_LEN=256)), False)
+
+
 def test_captured_gradients_repeat_bitwise() -> None:
     check_repeats(Case("captured_twice", SIZES), "cpu", times=1)
 
