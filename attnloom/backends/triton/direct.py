@@ -3,7 +3,7 @@
 Triton 3.6 compiles a C module for every signature of a kernel (0.3 s of the first call) and takes
 every argument apart at every launch: each number, each pointer by a call of its own, each TMA
 descriptor anew. Here the parameters of a launch stay in memory. Tuples that are the same object as
-last time are not looked at, descriptors get their new address alone.
+last time are not looked at, descriptors not encoded again at the same address.
 
 The order of parameters is that of Triton's launchers: tuples flattened, constants left out, a
 descriptor followed by its sizes and strides, then two scratch pointers. The driver's own account of
@@ -36,7 +36,6 @@ def _cuda() -> ctypes.CDLL | None:
         library = ctypes.CDLL("libcuda.so.1")
         pointer, size = ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)
         library.cuLaunchKernel.argtypes = [pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer]
-        library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
         library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, size, size]
     except (OSError, AttributeError):
         return None
@@ -63,6 +62,7 @@ class _Part:
     pointer_at: int = 0
     number_at: int = 0
     map_at: int = -1
+    encoding: tuple[Any, ...] = ()
     last: Any = None
     write_pointers: Callable[..., None] = _unplaced
     write_numbers: Callable[..., None] = _unplaced
@@ -99,7 +99,7 @@ class Direct:
 
     __slots__ = (
         "_address", "_buffer", "_function", "_launch", "_lock", "_maps", "_module", "_others",
-        "_plain", "_replace", "_sizes", "_values", "_write_plain", "spills",
+        "_plain", "_sizes", "_values", "_write_plain", "spills",
     )  # fmt: skip
 
     def __init__(self, loaded: _Loaded, grid: int, args: tuple[object, ...]) -> None:
@@ -124,12 +124,14 @@ class Direct:
         writer("QQ", layout.scratch_at)(0, 0)
         self._values = (ctypes.c_void_p * len(layout.places))(*(base + at for at in layout.places))
         self._sizes = (grid, 1, 1, 32 * loaded.num_warps, 1, 1, loaded.shared)
-        self._launch, self._replace = library.cuLaunchKernel, library.cuTensorMapReplaceAddress
+        self._launch = library.cuLaunchKernel
         self._lock = threading.Lock()
         self._maps = [part for part in layout.parts if part.map_at >= 0]
         self._others = [part for part in layout.parts if part.map_at < 0]
         for part, made in zip(self._maps, loaded.maps, strict=True):
-            self._encode(part, args[part.at], made)
+            described: Any = args[part.at]
+            part.write_numbers(*described.shape, *described.strides)
+            part.encoding = _encoding(made, described)
 
     def __call__(self, stream: int, args: tuple[Any, ...]) -> None:
         with self._lock:  # the driver has copied the parameters when it returns
@@ -138,8 +140,7 @@ class Direct:
                 arg = args[part.at]
                 place = (arg if isinstance(arg, torch.Tensor) else arg.base).data_ptr()
                 if place != part.last:
-                    self._replace(self._address + part.map_at, place)
-                    part.last = place
+                    self._encode(part, place)
             for part in self._others:
                 arg = args[part.at]
                 if arg is not part.last:
@@ -151,19 +152,21 @@ class Direct:
         if status:
             raise RuntimeError(f"the CUDA driver refused to start a kernel (error {status})")
 
-    def _encode(self, part: _Part, arg: Any, made: dict[str, Any]) -> None:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-        place = arg.base.data_ptr()
-        encoded = driver.active.utils.fill_tma_descriptor(
-            place, made["swizzle"], made["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[made["elem_type"]],
-            made["block_size"], arg.shape, arg.strides, 0,
-        )  # fmt: skip
+    def _encode(self, part: _Part, place: int) -> None:
+        encoded = driver.active.utils.fill_tma_descriptor(place, *part.encoding)
         # PyCUtensorMapObject: a head, then the map at the next multiple of 128
         source = id(encoded) + _MAP_BYTES
         ctypes.memmove(self._address + part.map_at, source, _MAP_BYTES)
-        part.write_numbers(*arg.shape, *arg.strides)
         part.last = place
+
+
+def _encoding(made: dict[str, Any], described: Any) -> tuple[Any, ...]:
+    """What Triton's driver encodes a descriptor from, but for its address."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    element = TMA_DTYPE_DEVICE_TO_HOST[made["elem_type"]]
+    form = made["swizzle"], made["elem_size"], element, made["block_size"]
+    return *form, described.shape, described.strides, 0
 
 
 def _write(part: _Part, arg: Any) -> None:
