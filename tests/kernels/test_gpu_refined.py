@@ -12,7 +12,10 @@ from attnloom.backends.triton.refined import SIDE, refined
 from attnloom.plan.problem import KernelOptions
 from attnloom.trace.tracer import trace_mask
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def make_call(length: int, side: int) -> AttentionCall:
