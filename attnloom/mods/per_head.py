@@ -20,6 +20,7 @@ def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
     Args:
         mods: one or more.
         heads: [Hq] integers, which of the mods each query head uses; default: head h uses mods[h].
+            A tensor says where the table lies; a list makes it on torch's default device.
     Returns:
         A mod of their kind. Kernels compute all of them and choose, so that similar mods (windows
         of different lengths) are faster as one that captures a table; skipped tiles are those of

@@ -24,8 +24,9 @@ def sliding_tile(canvas: Any, tile: Any, window: Any, order: TokenOrder | None =
         tile: tokens of a tile along each axis, or one for every axis. Last tiles of an axis that
             they do not divide are smaller.
         window: tiles that a query sees along each axis, odd; cut to all where there are fewer.
-        order: how tokens lie in the sequence; default: tiled_order(canvas, tile), which makes every
-            block of the mask full or empty where BLOCK_SIZE is the volume of a tile.
+        order: how tokens lie in the sequence; default: tiled_order(canvas, tile) on torch's default
+            device, which makes every block of the mask full or empty where BLOCK_SIZE is the volume
+            of a tile. For another device give the order with its tables there.
     Returns:
         mask_mod capturing the tile of each token, a table an axis.
     Raises:
