@@ -48,7 +48,9 @@ class Launcher:
     @property
     def takes_tensors(self) -> bool:
         """Whether aligned launches take tensors in place of their descriptors."""
-        return self._direct is not None and not _is_watched()
+        if self._direct is None or _is_watched():
+            return False
+        return torch._C._cuda_getDevice() == self._device
 
     def __call__(self, aligned: bool, *args: object) -> None:
         """Launch on the current device and stream.
@@ -58,7 +60,10 @@ class Launcher:
                 multiples of 16, and their types those of the first launch.
         """
         if self._direct is not None and aligned and not _is_watched():
-            self._direct(_stream_of(self._device), args)
+            if torch._C._cuda_getDevice() != self._device:
+                self._start_first(args)  # kernels are loaded by device
+            else:
+                self._direct(_stream_of(self._device), args)
         elif self._compiled is not None and aligned:
             self._start_compiled(args)
         elif INTERPRETED or not aligned:
