@@ -16,7 +16,13 @@ pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnloom.backends.triton import direct, launch_backward, launch_forward, ready_backward
+from attnloom.backends.triton import (
+    direct,
+    launch_backward,
+    launch_forward,
+    launcher,
+    ready_backward,
+)
 from attnloom.backends.triton.launch import TritonBackend
 from tests.kernels.cross_compile import compile_for, device_is, type_of
 from tests.kernels.test_triton_compile import causal, make_call
@@ -135,13 +141,11 @@ class Checker:
         assert library.given == first
 
 
-@pytest.mark.parametrize("head_dim", [64, 96])
-def test_parameters_are_those_that_the_kernels_declare(head_dim: int) -> None:
-    """Forward and backward with a mask, a learned capture and TMA descriptors, one or two for each
-    tensor."""
+def test_parameters_are_those_that_the_kernels_declare() -> None:
+    """Forward and backward with a mask, a learned capture and two TMA descriptors a tensor."""
     slope = torch.ones(32, requires_grad=True)
     call = make_call(
-        head_dim, score_mod=lambda s, b, h, q, kv: s + slope[h] * (kv - q), mask_mod=causal,
+        96, score_mod=lambda s, b, h, q, kv: s + slope[h] * (kv - q), mask_mod=causal,
         q_len=256, kv_len=256,
     )  # fmt: skip
     Checker.checked = []
@@ -171,3 +175,47 @@ def test_a_kernel_with_other_parameters_is_left_to_triton() -> None:
         assert direct._is_known(loaded, (torch.zeros(1), 1.0))
         library.sizes = [8, 4, 8]
         assert not direct._is_known(loaded, (torch.zeros(1), 1.0))
+
+
+def test_a_launcher_starts_directly_what_it_was_compiled_for() -> None:
+    """Unaligned arguments go to Triton, another device gets a kernel of its own."""
+    told: list[object] = []
+    device = [0]
+
+    class Kernel:
+        def run(self, *args: object, **options: object) -> str:
+            told.append(("compiled", options["enable_fp_fusion"]))
+            return "compiled"
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def start(*args: object, **options: object) -> SimpleNamespace:
+                told.append("by Triton")
+                return SimpleNamespace(n_spills=3)
+
+            return start
+
+    class Started:
+        spills = 5
+
+        def __call__(self, stream: int, args: tuple[object, ...]) -> None:
+            told.append((stream, args))
+
+    current = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device[0]))
+    with (
+        mock.patch.object(launcher, "direct", lambda *_: Started()),
+        mock.patch.object(launcher, "driver", current),
+        mock.patch.object(launcher, "_stream_of", lambda n: 100 + n),
+        mock.patch.object(torch._C, "_cuda_getDevice", lambda: device[0], create=True),
+    ):
+        launch = launcher.Launcher(Kernel(), Any, 4, {"num_warps": 4})
+        assert not launch.takes_tensors
+        for aligned in (True, True, False):
+            launch(aligned, 1)
+        assert launch.takes_tensors
+        device[0] = 1
+        assert not launch.takes_tensors
+        launch(True, 1)
+    assert told == [
+        ("compiled", True), (100, (1,)), (100, (1,)), "by Triton", ("compiled", True), (101, (1,)),
+    ]  # fmt: skip
+    assert launch.spills == 5
