@@ -97,7 +97,11 @@ def test_small_problems_are_left_to_the_portable_kernels():
     with device_is("sm_90"):
         assert "fewer tiles of queries" in str(launch_forward.forward(call_of(1, 4, 256), False))
         assert "there are few queries" in str(launch_forward._slower(call_of(64, 8, 1)))
+        assert "heads are narrower" in str(launch_forward._slower(call_of(4, 16, 4096, width=32)))
+        short = replace(call_of(4, 16, 4096), key=call_of(4, 16, 64).key)
+        assert "fewer keys than a tile" in str(launch_forward._slower(short))
         assert launch_forward._slower(call_of(4, 16, 4096)) is None
+        assert launch_forward._slower(call_of(4, 16, 4096, width=192)) is None
 
 
 def test_blocks_that_are_too_small_are_refused_by_name():
