@@ -84,3 +84,14 @@ def test_strides_are_told_apart() -> None:
     table = torch.zeros(256, 2, 12)[:, :, :8]
     call = make_call(lambda s, b, h, q, kv: s + table[q, h, kv])
     assert score_layouts(call)[0] == "-ivm-v--1-"
+
+
+def test_a_tensor_without_elements_is_not_read_by_position() -> None:
+    """Kernels are given one element in its place."""
+    table = torch.zeros(256, 0)
+    assert score_layouts(make_call(lambda s, b, h, q, kv: s + table[q, kv])) == ("-------",)
+
+
+def test_nothing_to_prove() -> None:
+    slopes = torch.zeros(2)
+    assert score_layouts(make_call(lambda s, b, h, q, kv: s + slopes[h] * (q - kv))) == ()

@@ -40,6 +40,7 @@ Layouts = tuple[str, ...]
 UNKNOWN = "---"
 _LIMIT = 4096
 _known: dict[tuple[object, ...], Layouts] = {}
+_matters: dict[str, bool] = {}  # by program digest: whether there is anything to prove
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,14 @@ def mask_layouts(call: AttentionCall) -> Layouts:
 def _layouts(bound: BoundProgram | None, call: AttentionCall, offsets: tuple[int, int]) -> Layouts:
     if bound is None or not bound.tensors:
         return ()
+    digest = bound.program.digest
+    if digest not in _matters:
+        _matters[digest] = _reads_by_position(bound.program)
+    if not _matters[digest]:
+        return ()
     blocks = call.blocks
     key = (
-        bound.program.digest,
+        digest,
         offsets,
         call.query.size(2),
         call.key.size(2),
@@ -100,8 +106,20 @@ def _layouts(bound: BoundProgram | None, call: AttentionCall, offsets: tuple[int
     return found
 
 
+def _reads_by_position(program: Program) -> bool:
+    """Whether a load has a position for an index, or 64-bit integers for elements."""
+    return any(spec.dtype is torch.int64 for spec in program.tensors) or any(
+        position_name(program, index) in ("q", "kv")
+        for node in program.nodes
+        if node.op == "load"
+        for index in node.args
+    )
+
+
 def _layout(bound: BoundProgram, slot: int, spans: _Spans) -> str:
     tensor = bound.tensors[slot]
+    if not tensor.numel():
+        return "-" + UNKNOWN * tensor.dim()  # kernels are given another, see arguments.bind
     unit = VECTOR_BYTES // tensor.element_size()
     text = "n" if _is_narrow(tensor) else "-"
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -144,12 +162,15 @@ _ranges: dict[int, tuple[int, bool]] = {}
 def _is_narrow(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds 64-bit integers within +-_NARROW. Waits for the device once a tensor
     and version; while a CUDA graph is captured, what is not known yet counts as wide."""
-    if tensor.dtype is not torch.int64 or tensor.is_inference():
+    if tensor.dtype is not torch.int64:
         return False
-    key, version = id(tensor), tensor._version
+    key = id(tensor)
     known = _ranges.get(key)
-    if known is not None and known[0] == version:
+    if known is not None and known[0] == tensor._version:
         return known[1]
+    if tensor.is_inference():
+        return False  # writes to it are not counted
+    version = tensor._version
     if not 0 < tensor.numel() <= _MAX_SCANNED:
         return False
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
