@@ -125,8 +125,8 @@ static void score_tile(const AttentionArgs& args, const DecodeLayout& layout, co
         Range whole = {(i32)max_i64(begin, columns.begin / W * W),
                        (i32)min_i64(end, round_up(columns.end, W))};
         for (i64 r = 0; r < unit.num_rows(); r += MR)
-            dot_keys(scratch.query + r * row_units, row_units, data, row_bytes, keys.count, whole,
-                     scratch.scores + r * TILE_N);
+            dot_keys(scratch.query + r * row_units, row_units, data, row_bytes, keys.ahead,
+                     keys.count, whole, scratch.scores + r * TILE_N);
     };
     for_each_piece(args, args.key, unit.kv_b, unit.kv_h, k0, count, args.head_dim, score_piece);
 }
@@ -142,7 +142,8 @@ static void value_tile(const AttentionArgs& args, const DecodeLayout& layout, co
         bool in_place = own && whole_units;
         if (!in_place) pack_right(values, begin, end, lanes, scratch.values);
         ValueUnits source = {in_place ? values.data : (const char*)scratch.values,
-                             in_place ? values.bytes_between : lanes * (i64)sizeof(real)};
+                             in_place ? values.bytes_between : lanes * (i64)sizeof(real),
+                             args.pages ? values.ahead : values.ahead / 2};
         end = min_i64(columns.end, values.count);
         Range units = {(i32)max_i64(begin, columns.begin) / UNIT_ELEMENTS,
                        (i32)ceil_div(end, UNIT_ELEMENTS)};

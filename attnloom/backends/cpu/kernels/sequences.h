@@ -2,7 +2,8 @@
 //
 //   here      AttentionArgs of one sequence: kv_len is its length, q_start the position of its
 //             first query, num_queries how many of its query rows exist
-//   piece     consecutive keys of one page; without pages a tile is one piece
+//   piece     consecutive keys of one page, few enough that what is read AHEAD rows later is as far
+//             from each of them; without pages a tile is one piece
 //
 // Kernels work on positions in the sequence throughout; only where a row is read or written does
 // its place matter.
@@ -47,11 +48,16 @@ INLINE char* key_row(const AttentionArgs& args, const Operand& t, i64 b, i64 h, 
 template <class Body>
 INLINE void for_each_piece(const AttentionArgs& args, const Operand& t, i64 b, i64 h, i64 k0,
                            i64 count, i64 size, const Body& body) {
-    i64 step = args.pages ? min_i64(args.page_size, TILE_N) : TILE_N;
+    i64 step = args.pages ? min_i64(args.page_size, min_i64(AHEAD, TILE_N)) : TILE_N;
     for (i64 begin = 0; begin < count; begin += step) {
         char* first = key_row(args, t, b, h, k0 + begin);
         Rows rows(t, first, min_i64(count, begin + step), size);
         rows.data -= begin * rows.bytes_between;
+        rows.ahead = AHEAD * rows.bytes_between;
+        if (args.pages) {
+            i64 later = min_i64(k0 + begin + AHEAD, args.kv_len - 1);
+            rows.ahead = key_row(args, t, b, h, later) - first;
+        }
         body(begin, begin + step, rows);
     }
 }
