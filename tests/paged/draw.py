@@ -66,7 +66,8 @@ SCORES = {m.__name__: m for m in (alibi, bias, softcap)}
 
 @dataclass(frozen=True)
 class Problem:
-    """page_size 0: [B, Hkv, MAX_LEN, D] tensors, of one batch entry if shared."""
+    """page_size 0: [B, Hkv, MAX_LEN, D] tensors, of one batch entry if shared. strided: pages are a
+    view of [num_pages, page_size, Hkv, D]."""
 
     lengths: tuple[int, ...] = (90, 3, 150)
     counts: tuple[int, ...] = (1, 1, 1)
@@ -80,6 +81,7 @@ class Problem:
     score: str | None = None
     block: int | tuple[int, int] = 64
     shared: bool = False
+    strided: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ def draw(problem: Problem, seed: int = 0, device: str = "cpu") -> Drawn:
         mod = MASKS[problem.mask]
         mask = create_block_mask(mod, *sizes, long, long, "cpu", problem.block).to(device)
     key, value = (t.to(device) for t in stored)
+    if problem.strided:
+        key, value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (key, value))
     return Drawn(query.to(device), (key, value), table, mask)
 
 

@@ -83,6 +83,13 @@ def test_one_cache_for_a_batch_of_queries(counts: tuple) -> None:
     check(Problem(page_size=0, shared=True, counts=counts, mask="causal"), "cpu")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("counts", [(1, 1, 1), (33, 2, 1)], ids=str)
+def test_strided_pages(counts: tuple, backend: str) -> None:
+    """Storage with heads inside rows, [num_pages, page_size, Hkv, D] (case 39)."""
+    check(Problem(strided=True, counts=counts, mask="causal"), backend)
+
+
 def test_two_sequences_on_the_same_pages() -> None:
     drawn = draw(Problem(lengths=(100, 100, 37), counts=(1, 1, 1)))
     assert drawn.table.pages is not None

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from attnloom import PagedKVCache, create_block_mask, flex_attention
+from attnloom import PagedKV, PagedKVCache, PageTable, create_block_mask, flex_attention
 from attnloom.backends.reference import paged_reference
 from attnloom.errors import UnsupportedError
 from tests.paged.draw import MASKS, SCORES, Problem, causal, check
@@ -76,6 +76,29 @@ def test_float32_head_dims(D: int, Dv: int) -> None:
 
 def test_float32() -> None:
     check(Problem(dtype=FP32, mask="causal"), "triton", "cuda")
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_a_wide_pool_of_pages(page_size: int) -> None:
+    """Page offsets pass 2^31 elements (case 15)."""
+    pool = 2**31 // (page_size * 64) + 8
+    storage = torch.empty(pool, 1, page_size, 64, dtype=BF16, device="cuda")
+    used = torch.tensor([[pool - 1, 3, pool - 2]], dtype=torch.int32, device="cuda")
+    storage[used[0].long()] = torch.randn(3, 1, page_size, 64, dtype=BF16, device="cuda")
+    length = 3 * page_size - 5
+    lengths = torch.tensor([length], dtype=torch.int32, device="cuda")
+    query = torch.randn(1, 1, 1, 64, dtype=BF16, device="cuda")
+    kv = PagedKV(storage, storage, PageTable(lengths, None, used, page_size, length))
+    out = flex_attention(query, kv, kernel_options={"backend": "triton"})
+    want = paged_reference(query, storage, storage, kv.table)
+    torch.testing.assert_close(out, want.out.to(BF16), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_strided_pages(page_size: int) -> None:
+    """Storage with heads inside rows, [num_pages, page_size, Hkv, D] (case 39)."""
+    problem = Problem(dtype=BF16, D=64, Dv=64, page_size=page_size, strided=True, mask="causal")
+    check(problem, "triton", "cuda")
 
 
 def test_long_sequences_are_split() -> None:
