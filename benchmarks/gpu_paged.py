@@ -31,7 +31,7 @@ def paged_suite(keeps: Callable[[str], bool]) -> Iterator[Row]:
     for shape in SHAPES:
         batch, heads, kv_heads, length, head_dim = shape
         name = f"b{batch}-h{heads}-g{heads // kv_heads}-s{length}-d{head_dim}"
-        if not keeps(f"paged-{name}"):
+        if not keeps(name):
             continue
         runs = _runs(shape)
         outputs = {label: run() for label, run in runs.items()}
@@ -43,9 +43,9 @@ def paged_suite(keeps: Callable[[str], bool]) -> Iterator[Row]:
         whole = samples.pop("contiguous")
         for label, ours in samples.items():
             yield Row(
-                "decode",
-                f"{label}-{name}",
                 "paged",
+                f"{label}-{name}",
+                "decode",
                 "ms",
                 ours.median_ms,
                 dtype="bf16",

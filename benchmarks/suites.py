@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -105,10 +104,8 @@ SUITES: dict[str, Callable[[Selection], Iterator[Row]]] = {
     "errors": errors_suite,
     "gallery": lambda selection: gallery.gallery_suite(selection.keeps, selection.budget_s),
     "gpu": lambda selection: gpu.gpu_suite(selection.keeps, selection.gpu_peers),
-    "decode": lambda selection: itertools.chain(
-        gpu.decode_suite(selection.keeps, selection.gpu_peers),
-        gpu_paged.paged_suite(selection.keeps),
-    ),
+    "decode": lambda selection: gpu.decode_suite(selection.keeps, selection.gpu_peers),
+    "paged": lambda selection: gpu_paged.paged_suite(selection.keeps),
     "scaling": lambda selection: gpu.scaling_suite(selection.keeps, selection.gpu_peers),
 }
 

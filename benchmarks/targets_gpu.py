@@ -89,7 +89,7 @@ GPU_TARGETS = (
     ),
     Target(
         "decode over pages of 16 to 256 tokens, over one tensor, same kernel, worst case",
-        worst_ratio, 0.98, "x", "paged", True, suites=("decode",),
+        worst_ratio, 0.98, "x", "decode", True, None, ("contiguous",), suites=("paged",),
     ),
     Target(
         "BlockMask of 131,072 tokens, eager call",
