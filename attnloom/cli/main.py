@@ -32,6 +32,9 @@ COMMANDS = (
         "explain", "show what attnloom makes of a score_mod or mask_mod", "attnloom.cli.explain"
     ),
     Command("check", "compare a mod's values and gradients with the oracle", "attnloom.cli.check"),
+    Command(
+        "serve", "serve a model behind an endpoint in the form of OpenAI's", "attnloom.cli.serve"
+    ),
     Command("doctor", "say what this machine offers and what is missing", "attnloom.cli.doctor"),
 )
 

@@ -43,7 +43,7 @@ def load_decoder(
     read = _reader()
     for path in files:
         with read(str(path), framework="pt", device=str(device)) as stored:
-            for full_name in stored.keys():  # noqa: SIM118: not a dict
+            for full_name in stored.keys():  # noqa: SIM118
                 name = full_name.removeprefix("model.")
                 if (name == "lm_head.weight" and config.tied) or name.endswith("inv_freq"):
                     continue

@@ -1,0 +1,104 @@
+"""An engine from what the command line says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attnloom.errors import OptionError
+from attnloom.serving.config import ModelConfig
+from attnloom.serving.decoder import Decoder, random_decoder
+from attnloom.serving.drafts import NgramDrafter
+from attnloom.serving.engine import Engine
+from attnloom.serving.scheduler import Limits
+from attnloom.serving.text import ByteTokenizer, FolderTokenizer, Tokenizer
+from attnloom.serving.weights import DTYPES, load_decoder
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What to serve and how much of it at once.
+
+    Attributes:
+        folder: of the model; None: a tiny random one.
+        max_length: lowered to the positions that the model knows.
+        cache_bytes: of keys and values of all layers.
+    """
+
+    folder: Path | None = None
+    device: str | None = None
+    dtype: str | None = None
+    max_length: int = 4096
+    max_running: int = 64
+    max_step_tokens: int = 512
+    max_waiting: int = 256
+    page_size: int = 64
+    cache_bytes: int = 1 << 30
+    speculate: bool = False
+
+
+def build_engine(config: ServeConfig) -> Engine:
+    """Load the model and make its cache.
+
+    Raises:
+        ModelError: the folder holds no model that can be served.
+        OptionError: the cache would not hold one sequence.
+    """
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[config.dtype] if config.dtype else None
+    tokenizer: Tokenizer
+    if config.folder is None:
+        model = random_decoder(tiny_config(), device, dtype or torch.float32)
+        tokenizer = ByteTokenizer()
+    else:
+        model = load_decoder(config.folder, device, dtype)
+        tokenizer = FolderTokenizer(config.folder, model.config.eos_tokens)
+    limits = Limits(
+        config.max_running,
+        config.max_step_tokens,
+        config.max_waiting,
+        min(config.max_length, model.config.max_length),
+    )
+    num_pages = config.cache_bytes // page_bytes(model, config.page_size)
+    longest = -(-limits.max_length // config.page_size)
+    if num_pages < longest:
+        needed = longest * page_bytes(model, config.page_size) / (1 << 30)
+        raise OptionError(
+            f"a cache of {config.cache_bytes / (1 << 30):.3g} GiB holds {num_pages} pages, but a "
+            f"sequence of {limits.max_length} tokens takes {longest}. Give it {needed:.3g} GiB or "
+            "more, or lower max_length."
+        )
+    return Engine(
+        model,
+        tokenizer,
+        limits,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        drafter=NgramDrafter() if config.speculate else None,
+    )
+
+
+def page_bytes(model: Decoder, page_size: int) -> int:
+    """Memory of a page in all layers, keys and values."""
+    config = model.config
+    row = config.num_kv_heads * config.head_dim * model.embed_tokens.weight.element_size()
+    return 2 * config.num_layers * page_size * row
+
+
+def tiny_config() -> ModelConfig:
+    """A model of bytes, small enough for any machine."""
+    return ModelConfig(
+        vocab_size=ByteTokenizer.SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=4096,
+        windows=(None, None),
+        scale_dim=16,
+        eos_tokens=(ByteTokenizer.EOS,),
+    )

@@ -1,0 +1,174 @@
+"""Service: an engine in a thread of its own, for callers in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from attnloom.errors import AttnloomError, OverloadedError
+from attnloom.serving.engine import Engine
+from attnloom.serving.request import Output, Request
+
+_log = logging.getLogger("attnloom.serving")
+
+
+class StepFailedError(AttnloomError, RuntimeError):
+    """A step of the model raised an error; the requests that took part in it are lost."""
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Where the outputs of a request go. Events: None once it is queued, outputs, an exception."""
+
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Output | Exception | None] = field(default_factory=asyncio.Queue)
+
+    def send(self, event: Output | Exception | None) -> None:
+        """From the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class Service:
+    """Takes requests at any time, also while a step runs, and hands out what each step gives.
+
+    Only the thread touches the engine; callers leave it notes.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._callers: dict[str, _Caller] = {}  # the thread's own
+        self._arrivals: deque[tuple[Request, _Caller]] = deque()
+        self._departures: deque[str] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="attnloom-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        return len(self._arrivals) + len(self.engine.scheduler.waiting)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive() and not self._closed
+
+    async def submit(self, request: Request) -> AsyncIterator[Output]:
+        """Queue a request; its outputs, the last of which has a finish. A caller who stops
+        listening (aclose) cancels it.
+
+        Raises:
+            RequestError: it can never be served.
+            OverloadedError: too many are waiting.
+        """
+        self.engine.check(request)
+        caller = _Caller(asyncio.get_running_loop())
+        with self._wake:
+            # The engine counts again; this keeps the notes bounded while a long step runs.
+            most = self.engine.limits.max_waiting
+            if self._closed or self.num_waiting >= most:
+                self.engine.metrics.refused += 1
+                raise OverloadedError(
+                    "the server is shutting down."
+                    if self._closed
+                    else f"{self.num_waiting} requests are waiting, the most allowed; try again "
+                    "later."
+                )
+            self._arrivals.append((request, caller))
+            self._wake.notify()
+        try:
+            accepted = await caller.events.get()
+        except asyncio.CancelledError:
+            self.cancel(request.name)
+            raise
+        if isinstance(accepted, Exception):
+            raise accepted
+        return self._listen(request.name, caller)
+
+    def cancel(self, name: str) -> None:
+        """Forget a request before the next step."""
+        with self._wake:
+            self._departures.append(name)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """End the thread after its present step; requests in progress fail."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    async def _listen(self, name: str, caller: _Caller) -> AsyncIterator[Output]:
+        ended = False
+        try:
+            while not ended:
+                event = await caller.events.get()
+                ended = not isinstance(event, Output) or event.finish is not None
+                if isinstance(event, Exception):
+                    raise event
+                assert event is not None
+                yield event
+        finally:
+            if not ended:
+                self.cancel(name)
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closed or self._arrivals or self._departures or self.engine.busy):
+                    self._wake.wait()
+                if self._closed:
+                    break
+            self._read_notes()
+            try:
+                outputs = self.engine.step()
+            except Exception as error:
+                _log.exception("a step failed; its requests are given up")
+                self.engine.metrics.failed_steps += 1
+                self._fail_all(StepFailedError(f"the model failed: {type(error).__name__}."))
+                continue
+            for output in outputs:
+                caller = self._callers.get(output.name)
+                if caller is not None:
+                    caller.send(output)
+                if output.finish is not None:
+                    self._callers.pop(output.name, None)
+        self._fail_all(StepFailedError("the server is shutting down."))
+        while self._arrivals:
+            self._arrivals.popleft()[1].send(OverloadedError("the server is shutting down."))
+
+    def _read_notes(self) -> None:
+        # Arrivals first: a request may leave before it was ever read.
+        self._each(self._arrivals, self._arrive)
+        self._each(self._departures, self._depart)
+
+    def _each(self, notes: deque, act: Callable) -> None:
+        while notes:
+            act(notes.popleft())
+
+    def _arrive(self, note: tuple[Request, _Caller]) -> None:
+        request, caller = note
+        try:
+            self.engine.add(request)
+        except AttnloomError as error:
+            self.engine.metrics.refused += isinstance(error, OverloadedError)
+            caller.send(error)
+            return
+        self._callers[request.name] = caller
+        caller.send(None)
+
+    def _depart(self, name: str) -> None:
+        self._callers.pop(name, None)
+        self.engine.cancel(name)
+
+    def _fail_all(self, error: Exception) -> None:
+        for name, caller in list(self._callers.items()):
+            self._depart(name)
+            caller.send(error)
