@@ -79,9 +79,9 @@ def _runs(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
         num_pages = length // page_size
         places = torch.randperm(batch * num_pages, generator=draw, device=DEVICE)
         table = PageTable(lengths, None, places.int().view(batch, num_pages), page_size, length)
-        pages = (_in_pages(tensor, places, page_size) for tensor in (key, value))
+        keys, values = (_in_pages(tensor, places, page_size) for tensor in (key, value))
         runs[f"page{page_size}"] = functools.partial(  # type: ignore[assignment]
-            attend, PagedKV(*pages, table), block_mask=mask
+            attend, PagedKV(keys, values, table), block_mask=mask
         )
     return runs
 

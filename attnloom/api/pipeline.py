@@ -39,23 +39,25 @@ def run(
     """
     validate.check_inputs(query, key, value, enable_gqa, table is not None)
     if isinstance(block_mask, DecodeMask):
-        table, block_mask = cached.table_of(block_mask, table), block_mask.mask
+        table, whole = cached.table_of(block_mask, table), block_mask.mask
+    else:
+        whole = block_mask
     factor = validate.read_scale(scale, query.size(3))
     options = read_options(kernel_options)
     lists = mask_mod = score = mask = None
     if table is not None:
-        cached.check(query, table, block_mask)
-    elif block_mask is not None:
-        validate.check_mask(block_mask, query, key)
-    if block_mask is not None:
-        lists, mask_mod = block_mask.lists(), block_mask.mask_mod
+        cached.check(query, table, whole)
+    elif whole is not None:
+        validate.check_mask(whole, query, key)
+    if whole is not None:
+        lists, mask_mod = whole.lists(), whole.mask_mod
     if score_mod is not None:
         validate.check_score_mod(score_mod)
     if options.backend == "reference":
         if table is None:
             result = reference_forward(query, key, value, score_mod, mask_mod, lists, factor)
         else:
-            result = paged_forward(query, key, value, table, score_mod, block_mask, factor)
+            result = paged_forward(query, key, value, table, score_mod, whole, factor)
         return result.out, result.lse, result.max_scores if want_max_scores else None
 
     device = query.device
