@@ -21,21 +21,22 @@ def gluon_backward(portable: bool = False) -> Iterator[None]:
     """Inside, the Triton backend's backward is the Gluon one. Spills are no reason for
     the portable kernels here, nor is deterministic mode, by which the harness draws memory, or what
     "auto" would prefer. portable: whether those kernels are expected in the end."""
-    in_use = launch_backward.portable_kernels.backward
+    backend, portable_backward = TritonBackend(), TritonBackend.backward
     used: list[str] = []
 
     def fused(_: TritonBackend, call: AttentionCall, *rest: Any) -> Gradients:
         options = replace(call.options, deterministic=False)
         return launch_backward.backward(replace(call, options=options), *rest)
 
-    def other(*args: Any) -> Gradients:
-        used.append("portable")
-        return in_use(*args)
+    class Portable:
+        def backward(self, *args: Any) -> Gradients:
+            used.append("portable")
+            return portable_backward(backend, *args)
 
     with (
         mock.patch.object(TritonBackend, "backward", fused),
         mock.patch.object(launch_backward, "FEW_SPILLS", 1 << 20),
-        mock.patch.object(launch_backward.portable_kernels, "backward", other),
+        mock.patch.object(launch_backward, "load", lambda _: Portable()),
     ):
         yield
     assert bool(used) == portable, "the kernels that ran are not those that were to be tested"

@@ -3,6 +3,7 @@ and none of its products is waited for at once."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from attnloom.backends.gluon import launch_backward, ready_backward
 from attnloom.backends.registry import AttentionCall
 from tests.kernels.cross_compile import TARGETS, Compiled, compile_for, device_is
 from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon
-from tests.kernels.test_triton_compile import causal, make_call
+from tests.kernels.test_triton_compile import causal, make_call, softcap
 
 
 class _Compiler:
@@ -42,12 +43,16 @@ class _Compiler:
 
 
 def compiled(call: AttentionCall) -> dict[str, Any]:
-    """The kernels of a backward by name; of several tries the last."""
+    """The kernels of a backward by name, whatever they spill."""
     _Compiler.made = {}
     ready_backward._ready.clear()
     rows = call.query.shape[:3]
     out = torch.empty(*rows, call.value.size(3), dtype=call.query.dtype)
-    with device_is("sm_90"), mock.patch.object(ready_backward, "Launcher", _Compiler):
+    with (
+        device_is("sm_90"),
+        mock.patch.object(ready_backward, "Launcher", _Compiler),
+        mock.patch.object(launch_backward, "FEW_SPILLS", 1 << 20),
+    ):
         launch_backward.backward(call, out, torch.empty(rows), torch.empty_like(out), None)
     ready_backward._ready.clear()
     return _Compiler.made
@@ -63,3 +68,29 @@ def test_causal(head_dim: int) -> None:
     assert "red.relaxed.gpu.global.add.v4.f32" in main.text
     for name in ("prepare_kernel", "finish_kernel"):
         assert made[name].spills == 0
+
+
+@pytest.mark.slow
+def test_soft_capping_keeps_its_derivative_and_not_its_score() -> None:
+    made = compiled(make_call(128, score_mod=softcap, mask_mod=causal, q_len=2048, kv_len=2048))
+    main = made["backward_kernel"]
+    assert not main.serialised
+    assert main.spills <= 288
+    assert main.text.count("tanh.approx") == main.text.count("ex2.approx")
+
+
+@pytest.mark.slow
+def test_a_learned_slope_adds_once_a_head() -> None:
+    slope = torch.zeros(32, requires_grad=True)
+    call = make_call(
+        64,
+        score_mod=lambda s, b, h, q, kv: s + slope[h] * (kv - q),
+        q_len=2048,
+        kv_len=2048,
+        backend="gluon",
+    )
+    main = compiled(call)["backward_kernel"]
+    assert not main.serialised
+    assert main.spills <= 128
+    # one in each of two consumers
+    assert len(re.findall(r"\b(?:atom|red)\.(?:global|relaxed|gpu)[.\w]*add\.f32", main.text)) == 2

@@ -17,10 +17,10 @@ from attnloom.backends.gluon.configs_backward import FEW_SPILLS, KEYS
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.gluon.ready_backward import Ready
-from attnloom.backends.registry import AttentionCall, Gradients
-from attnloom.backends.triton import launch_backward as portable_kernels
+from attnloom.backends.registry import AttentionCall, Gradients, load
 from attnloom.backends.triton.arguments import bind
 from attnloom.backends.triton.captured import Captured
+from attnloom.backends.triton.launch_backward import zero_gradients
 from attnloom.backends.triton.launcher import addresses_aligned
 from attnloom.backends.triton.lists import work_lists
 from attnloom.backends.triton.operands import Operands
@@ -57,7 +57,7 @@ def backward(
     if why not in _said:
         _said.add(why)
         _log.info("the portable kernels run a backward: %s", why)
-    return portable_kernels.backward(call, out, lse, dout, dlse)
+    return load("triton").backward(call, out, lse, dout, dlse)
 
 
 def _run_known(operands: Operands) -> Gradients | None:
@@ -104,7 +104,7 @@ def _run(operands: Operands, ready: Ready) -> Gradients:
     if captured is not None:
         dtensors = captured.total(None)
     elif call.score is not None:
-        dtensors = portable_kernels.zero_gradients(call)
+        dtensors = zero_gradients(call)
     return Gradients(dq, dk, dv, dtensors)
 
 

@@ -34,6 +34,7 @@ from attnloom.backends.triton.launcher import Launcher
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.backends.triton.ready_backward import heads_together
+from attnloom.backends.triton.refined import refined
 
 _INT32 = 2**31 - 1
 _ROWS = NVMMASharedLayout(0, 32, 2)
@@ -95,6 +96,8 @@ def slower(call: AttentionCall) -> str | None:
         return "captured tensors get gradients."
     if _units(query, key) > 1 and tells_heads_apart(call):
         return "the mods tell heads apart that share keys."
+    if refined(call) is not call:
+        return "blocks of 64 leave out many scores of those of the mask."
     return None
 
 
