@@ -19,9 +19,9 @@ from typing import Any
 
 from attnloom.backends.gluon.emit import _SCORE, LevelWriter, gluon_module
 from attnloom.backends.triton.emit import Target, arg_index
-from attnloom.backends.triton.emit_grad import Sinks, gradient_of
+from attnloom.backends.triton.emit_grad import Contributions, Sinks, gradient_of
 from attnloom.backends.triton.fragments import load_module
-from attnloom.ir.node import REDUCTION_AXES, Axes, Program
+from attnloom.ir.node import Axes, Program
 from attnloom.ir.passes.gradient import Contribution, Gradient
 from attnloom.ir.passes.simplify import simplify
 
@@ -29,7 +29,6 @@ _IMPORTS = (
     "from triton.experimental.gluon import language as gl\n"
     "from attnloom.backends.gluon import sinks as sk\n"
 )
-_R_AXES = Axes.R0 | Axes.R1 | Axes.R2 | Axes.R3
 PARTS = ("head", "row", "column", "begin", "body", "flush")
 
 
@@ -52,7 +51,7 @@ def slope_program(found: Gradient, exact: bool) -> Program:
     return simplify(replace(found.program, outputs=found.program.outputs[:1]), exact)
 
 
-class GradWriter(LevelWriter):
+class GradWriter(LevelWriter, Contributions):
     """Writes one kind. sinks: how contributions leave; None if there are none."""
 
     def __init__(
@@ -64,6 +63,7 @@ class GradWriter(LevelWriter):
         sinks: Sinks | None,
     ) -> None:
         super().__init__(program, prefix, target)
+        self.real = "tl.float32"
         self.items = items
         self.sinks = sinks
         self.carried = [
@@ -89,50 +89,6 @@ class GradWriter(LevelWriter):
             self._define("body", f"{names}, QX: tl.constexpr", [*body, f"return {grad}, ({sums})"]),
             self._define("flush", "args, sinks, head, column, b, h, kv, sums", [*flush, "pass"]),
         )
-
-    def _index_axes(self, item: Contribution) -> Axes:
-        axes = Axes.NONE
-        for index in item.index:
-            axes |= self.program.axes[index]
-        return axes
-
-    def _contributions(self) -> list[str]:
-        if not self.items:
-            return []
-        lines = ["live = dscore != 0"]
-        lines += [f"t{n} = sums[{i}]" for i, n in enumerate(self.carried)]
-        for number, item in enumerate(self.items):
-            self._loops(number, item, lines)
-        return lines
-
-    def _loops(self, number: int, item: Contribution, lines: list[str]) -> None:
-        """One contribution, inside loops over the reduction axes that it varies along."""
-        indent, opened = "", Axes.NONE
-        roots = (*item.index, item.value)
-        for axis in (a for a in REDUCTION_AXES if a & item.axes):
-            which = REDUCTION_AXES.index(axis)
-            slot, dim = self.program.reductions[which]
-            length = f"dm.whole32(args, {arg_index(self.program, slot) + 1 + 3 * dim})"
-            lines.append(f"{indent}for r{which} in range(0, {length}):")
-            indent += "    "
-            opened |= axis
-            for i in self._under(roots, axis, opened):
-                self._statement(i, self.program.nodes[i], lines, indent)
-        value = f"tl.where(live, tl.cast({self._name(item.value)}, tl.float32), 0.0)"
-        lines.append(f"{indent}d{number} = {value}")
-        lines += [indent + line for line in self._leave(number, item)]
-
-    def _under(self, roots: tuple[int, ...], axis: Axes, opened: Axes) -> list[int]:
-        """Nodes under the roots that vary along the axis and along no loop that is not open."""
-        found: set[int] = set()
-        stack = list(roots)
-        while stack:
-            i = stack.pop()
-            if i not in found:
-                found.add(i)
-                stack.extend(self.program.nodes[i].args)
-        axes = self.program.axes
-        return sorted(i for i in found if axes[i] & axis and not axes[i] & _R_AXES & ~opened)
 
     def _leave(self, number: int, item: Contribution) -> list[str]:
         """Out of a tile. Queries lie along dimension 1 - QX, keys along QX."""
@@ -170,14 +126,3 @@ class GradWriter(LevelWriter):
         pointer = f"sk.places(sinks[{number}], {self._offset(item)}, d{number})"
         value = f"d{number}.to(sinks[{number}].dtype.element_ty)"
         return [f"tl.store({pointer}, {value}, mask={inside})"]
-
-    def _offset(self, item: Contribution) -> str:
-        """Of an element in a contiguous buffer of the tensor's shape."""
-        base = arg_index(self.program, item.slot)
-        whole = "whole" if self.target.wide else "whole32"
-        offset = "0"
-        for d, index in enumerate(item.index):
-            size = f"dm.{whole}(args, {base + 1 + 3 * d})"
-            term = f"dm.clamp_index({self._name(index)}, {size})"
-            offset = term if d == 0 else f"(({offset}) * {size} + {term})"
-        return offset

@@ -108,7 +108,80 @@ def emit_rows(found: Gradient, target: Target, sinks: Sinks, peaks: bool) -> str
     return module_text(_SINKS, writer.fragment())
 
 
-class _GradWriter(Writer):
+class Contributions(Writer):
+    """The part of a writer that gradients of captured tensors share: their values in a tile and
+    where they belong.
+
+    real: the type of gradients. carried: numbers of the items whose sums a kernel carries along.
+    Subclasses say how a value leaves a tile (`_leave`), and have fragments of their own.
+    """
+
+    real: str
+    items: tuple[Contribution, ...]
+    carried: list[int]
+
+    def _contributions(self) -> list[str]:
+        if not self.items:
+            return []
+        lines = ["live = dscore != 0"]
+        lines += [f"t{n} = sums[{i}]" for i, n in enumerate(self.carried)]
+        for number, item in enumerate(self.items):
+            self._loops(number, item, lines)
+        return lines
+
+    def _loops(self, number: int, item: Contribution, lines: list[str]) -> None:
+        """One contribution, inside loops over the reduction axes that it varies along."""
+        indent = ""
+        opened = Axes.NONE
+        roots = (*item.index, item.value)
+        for axis in (a for a in REDUCTION_AXES if a & item.axes):
+            which = REDUCTION_AXES.index(axis)
+            slot, dim = self.program.reductions[which]
+            length = f"dm.whole32(args, {arg_index(self.program, slot) + 1 + 3 * dim})"
+            lines.append(f"{indent}for r{which} in range(0, {length}):")
+            indent += "    "
+            opened |= axis
+            for i in self._under(roots, axis, opened):
+                self._statement(i, self.program.nodes[i], lines, indent)
+        # a reduced value is always a float; a name alone may be one of a lower rank
+        value = f"tl.where(live, tl.cast({self._name(item.value)}, {self.real}), 0.0)"
+        lines.append(f"{indent}d{number} = {value}")
+        lines += [indent + line for line in self._leave(number, item)]
+
+    def _under(self, roots: tuple[int, ...], axis: Axes, opened: Axes) -> list[int]:
+        """Nodes under the roots that vary along the axis and along no loop that is not open."""
+        found: set[int] = set()
+        stack = list(roots)
+        while stack:
+            i = stack.pop()
+            if i not in found:
+                found.add(i)
+                stack.extend(self.program.nodes[i].args)
+        axes = self.program.axes
+        return sorted(i for i in found if axes[i] & axis and not axes[i] & _R_AXES & ~opened)
+
+    def _leave(self, number: int, item: Contribution) -> list[str]:
+        raise NotImplementedError
+
+    def _index_axes(self, item: Contribution) -> Axes:
+        axes = Axes.NONE
+        for index in item.index:
+            axes |= self.program.axes[index]
+        return axes
+
+    def _offset(self, item: Contribution) -> str:
+        """Of an element in a contiguous buffer of the tensor's shape."""
+        base = arg_index(self.program, item.slot)
+        whole = "whole" if self.target.wide else "whole32"
+        offset = "0"
+        for d, index in enumerate(item.index):
+            size = f"dm.{whole}(args, {base + 1 + 3 * d})"
+            term = f"dm.clamp_index({self._name(index)}, {size})"
+            offset = term if d == 0 else f"(({offset}) * {size} + {term})"
+        return offset
+
+
+class _GradWriter(Contributions):
     """The plain kind; the others override how contributions are treated."""
 
     def __init__(
@@ -155,49 +228,6 @@ class _GradWriter(Writer):
     def _sums(self) -> list[str]:
         return [f"t{n}" for n in self.carried] or ["sums[0]"]
 
-    def _contributions(self) -> list[str]:
-        if not self.items:
-            return []
-        lines = ["live = dscore != 0"]
-        lines += [f"t{n} = sums[{i}]" for i, n in enumerate(self.carried)]
-        for number, item in enumerate(self.items):
-            self._loops(number, item, lines)
-        return lines
-
-    def _loops(self, number: int, item: Contribution, lines: list[str]) -> None:
-        """One contribution, inside loops over the reduction axes that it varies along."""
-        indent = ""
-        opened = Axes.NONE
-        roots = (*item.index, item.value)
-        for axis in (a for a in REDUCTION_AXES if a & item.axes):
-            which = REDUCTION_AXES.index(axis)
-            slot, dim = self.program.reductions[which]
-            length = f"dm.whole32(args, {arg_index(self.program, slot) + 1 + 3 * dim})"
-            lines.append(f"{indent}for r{which} in range(0, {length}):")
-            indent += "    "
-            opened |= axis
-            for i in self._under(roots, axis, opened):
-                self._statement(i, self.program.nodes[i], lines, indent)
-        # a reduced value is always a float; a name alone may be one of a lower rank
-        value = f"tl.where(live, tl.cast({self._name(item.value)}, {self.real}), 0.0)"
-        lines.append(f"{indent}d{number} = {value}")
-        lines += [indent + line for line in self._leave(number, item)]
-
-    def _under(self, roots: tuple[int, ...], axis: Axes, opened: Axes) -> list[int]:
-        """Nodes under the roots that vary along the axis and along no loop that is not open."""
-        found: set[int] = set()
-        stack = list(roots)
-        while stack:
-            i = stack.pop()
-            if i not in found:
-                found.add(i)
-                stack.extend(self.program.nodes[i].args)
-        axes = self.program.axes
-        return sorted(i for i in found if axes[i] & axis and not axes[i] & _R_AXES & ~opened)
-
-    def _leave(self, number: int, item: Contribution) -> list[str]:
-        raise NotImplementedError
-
     def _flush(self) -> list[str]:
         return []
 
@@ -226,28 +256,11 @@ class _GradWriter(Writer):
             offset = f"(({offset}) * {size} + {self._name(index)})"
         return offset
 
-    def _offset(self, item: Contribution) -> str:
-        """Of an element in a contiguous buffer of the tensor's shape."""
-        base = arg_index(self.program, item.slot)
-        whole = "whole" if self.target.wide else "whole32"
-        offset = "0"
-        for d, index in enumerate(item.index):
-            size = f"dm.{whole}(args, {base + 1 + 3 * d})"
-            term = f"dm.clamp_index({self._name(index)}, {size})"
-            offset = term if d == 0 else f"(({offset}) * {size} + {term})"
-        return offset
-
 
 class _SinkWriter(_GradWriter):
     """Gradients of captured tensors. Axes are those of the exchanged program: KV is the query."""
 
     sinks: Sinks
-
-    def _index_axes(self, item: Contribution) -> Axes:
-        axes = Axes.NONE
-        for index in item.index:
-            axes |= self.program.axes[index]
-        return axes
 
     def _carries(self, item: Contribution) -> bool:
         return not item.axes and not self._index_axes(item) & Axes.KV
