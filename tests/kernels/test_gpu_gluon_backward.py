@@ -75,8 +75,9 @@ def test_scores_that_overflow_where_keys_end() -> None:
     check(Case("plain", SIZES, BF16, magnitude=30.0))
 
 
-def test_heads_that_are_not_neighbours() -> None:
+def test_heads_that_are_not_neighbours_and_keys_of_one_batch_entry() -> None:
     check(Case("causal", SIZES, BF16, layout="transposed"))
+    check(Case("causal", replace(SIZES, B=3), BF16, kv_batch=1))
 
 
 @pytest.mark.parametrize("block_size", [(64, 128), (512, 256)], ids=str)
