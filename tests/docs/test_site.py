@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import attnloom
+from benchmarks.variants import VARIANTS
 from tests.docs.blocks import DOCUMENTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -117,6 +118,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "api" / "flex_attention.html").read_text()
     assert "Scaled dot-product attention with a traced score_mod" in page
+    gallery = (tmp_path / "site" / "gallery.html").read_text()
+    for name in re.findall(r'src="(gallery_[^"]+)"', gallery):
+        assert (tmp_path / "site" / name).read_bytes().startswith(b"\x89PNG")
+    assert gallery.count('src="gallery_') == len(VARIANTS)
+    assert 'src="plot_mask_heads.png"' in (tmp_path / "site" / "api" / "plot_mask.html").read_text()
     loaded = re.findall(r'<(?:script|img)[^>]+src="(https?:[^"]+)', page)
     loaded += re.findall(r'<link[^>]+rel="stylesheet"[^>]+href="(https?:[^"]+)', page)
     assert not loaded
