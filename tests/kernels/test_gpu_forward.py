@@ -60,6 +60,12 @@ def test_head_dims_of_decode(D: int, Dv: int, dtype: torch.dtype) -> None:
     check(Case("causal", replace(SIZES, Q_LEN=1, D=D, Dv=Dv), dtype, block_size=128))
 
 
+@pytest.mark.parametrize(("D", "Dv"), [(72, 40), (96, 96)])
+def test_head_dims_in_small_blocks(D: int, Dv: int) -> None:
+    """Tiles of 16 rows are multiplied by other instructions than those of 64 and more."""
+    check(Case("causal", replace(SIZES, D=D, Dv=Dv), BF16, block_size=16))
+
+
 LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 1000), (1000, 17), (1000, 1000)]
 
 

@@ -23,7 +23,6 @@ from attnloom.backends.triton.fields import (
     launch_key,
     num_tries,
     overhanging_block,
-    shared_fields,
 )
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering, group_lists
@@ -32,6 +31,7 @@ from attnloom.backends.triton.preparation import (
     READY_LIMIT,
     key_value_blanks,
     packed_strides,
+    phase_fields,
     shape_class,
 )
 
@@ -150,7 +150,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         overhanging_block(call),
     )
     config = ForwardConfig(
-        **shared_fields(call, tensors, tile),
+        **phase_fields(call, tensors, tile),
         SINGLE=num_splits == 1,
         WIDTH=triton.next_power_of_2(value.size(3)),
     )

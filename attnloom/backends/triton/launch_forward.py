@@ -25,7 +25,6 @@ from attnloom.backends.triton.fields import (
     launch_key,
     num_tries,
     overhanging_block,
-    shared_fields,
 )
 from attnloom.backends.triton.forward import forward_kernel
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
@@ -35,6 +34,7 @@ from attnloom.backends.triton.preparation import (
     READY_LIMIT,
     key_value_blanks,
     packed_strides,
+    phase_fields,
     shape_class,
 )
 
@@ -120,7 +120,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         heads_together(call, configs.device_of(query.device)),
         overhanging_block(call),
     )
-    config = ForwardConfig(**shared_fields(call, tensors, tile))
+    config = ForwardConfig(**phase_fields(call, tensors, tile))
     blanks = None
     others = key_value_blanks(config, tensors, tile.tile_n)
     if others is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import triton.language as tl
+
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import Triple, blank_descriptors, steps
@@ -10,11 +14,13 @@ from attnloom.backends.triton.fields import (
     Tensors,
     num_tries,
     operand_type,
+    shared_fields,
     tma_widths,
 )
 from attnloom.backends.triton.packed import pack_ints
 
 READY_LIMIT = 4096  # launches that each phase remembers
+_WARPGROUP_ROWS = 64  # fewer are multiplied by other instructions
 
 
 def shape_class(call: AttentionCall, max_m: int, max_n: int) -> configs.Shape:
@@ -46,3 +52,22 @@ def key_value_blanks(
         blank_descriptors(tensors.key, tile_n, widths[0]),
         blank_descriptors(tensors.value, tile_n, widths[1]),
     )
+
+
+def phase_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> dict[str, Any]:
+    """Fields of ForwardConfig, with wide chunks where halves are multiplied a few rows at a time:
+    beside those, tiles of 16 and 32 columns gave wrong results in pages (docs/log.md)."""
+    fields = shared_fields(call, tensors, tile)
+    if fields["OPERAND"] in (tl.float16, tl.bfloat16) and tile.tile_m < _WARPGROUP_ROWS:
+        for letter, width in (("D", tensors.query.size(3)), ("E", tensors.value.size(3))):
+            fields |= {f"{letter}{i}": n for i, n in enumerate(wide_chunks(width))}
+    return fields
+
+
+def wide_chunks(width: int) -> tuple[int, int, int]:
+    """Chunks of a head dimension, each of 64 or 128 columns up to a width of 256."""
+    if width > 256:
+        return configs.chunks(width)
+    whole, rest = divmod(-(-width // 64), 2)
+    first, second = (128, 128) if whole == 2 else (128, 64 * rest) if whole else (64, 0)
+    return first, second, 0
