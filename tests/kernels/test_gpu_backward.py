@@ -61,6 +61,12 @@ def test_head_dims(D: int, Dv: int, dtype: torch.dtype) -> None:
     check(Case("causal", replace(SIZES, D=D, Dv=Dv), dtype, block_size=128))
 
 
+@pytest.mark.parametrize(("D", "Dv"), [(72, 40), (96, 96)])
+def test_head_dims_in_small_blocks(D: int, Dv: int) -> None:
+    """Tiles of 16 rows are multiplied by other instructions than those of 64 and more."""
+    check(Case("causal", replace(SIZES, D=D, Dv=Dv), BF16, block_size=16))
+
+
 LENGTHS = [(1, 1), (1, 63), (63, 1), (129, 257), (17, 1000), (1000, 17)]
 
 
