@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from attnloom.paged.cache import PagedKVCache
 
 
+_ALIGNED = 4  # int32: each tensor begins at a multiple of 16 bytes, as kernels like it
+
+
 class PagedBatch:
     """Sequences of a PagedKVCache and their newest tokens, for one step of a model.
 
@@ -38,8 +41,11 @@ class PagedBatch:
         # One tensor, so that an update is one copy: lengths, counts, then rows of pages, and the
         # rows of the storage that the step's tokens go to.
         sizes = (size, size, size * width, size * q_len, size * q_len)
-        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        lengths, counts, pages, rows, positions = self._packed.split(sizes)
+        rooms = [n + -n % _ALIGNED for n in sizes]
+        self._packed = torch.zeros(sum(rooms), dtype=torch.int32, device=device)
+        lengths, counts, pages, rows, positions = (
+            room[:n] for room, n in zip(self._packed.split(rooms), sizes, strict=True)
+        )
         self._rows = rows.view(size, q_len)
         self._positions = positions.view(size, q_len)
         self.table = PageTable(
@@ -100,7 +106,11 @@ class PagedBatch:
             for i, t in enumerate(range(length - count, length)):
                 rows[at + i] = held[t // page_size] * page_size + t % page_size
                 positions[at + i] = t
-        packed = torch.tensor(lengths + numbers + pages + rows + positions, dtype=torch.int32)
+        flat: list[int] = []
+        for part in (lengths, numbers, pages, rows, positions):
+            flat += part
+            flat += [0] * (-len(part) % _ALIGNED)
+        packed = torch.tensor(flat, dtype=torch.int32)
         if self._packed.is_cuda:
             packed = packed.pin_memory()
         self._packed.copy_(packed, non_blocking=True)
