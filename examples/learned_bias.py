@@ -6,7 +6,7 @@ comes out of the fused backward kernel, summed over every score that read an ent
 to a head's row cancels in the softmax, so tables are compared after taking out each row's mean.
 
     python examples/learned_bias.py            1,024 tokens, 300 steps
-    python examples/learned_bias.py --short    128 tokens, 60 steps
+    python examples/learned_bias.py --short    128 tokens, 48 steps
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--short", action="store_true", help="fewer tokens and steps")
     parser.add_argument("--pictures", type=Path, help="folder for pictures (needs matplotlib)")
     args = parser.parse_args(argv)
-    length, steps = (128, 60) if args.short else (1024, 300)
+    length, steps = (128, 48) if args.short else (1024, 300)
     mask_mod = sliding_window(window_left=REACH)
     block_mask = create_block_mask(mask_mod, None, None, length, length)
     teacher = hidden_table()

@@ -6,7 +6,7 @@ start and on the same questions, is trained once under a causal mask and once un
 what is printed is the share of answer symbols that each gets right on new questions.
 
     python examples/prefix_lm.py            200 steps each
-    python examples/prefix_lm.py --short    40 steps each
+    python examples/prefix_lm.py --short    30 steps each
 
 Masks: Raffel et al. 2020 (T5), arXiv:1910.10683, section 3.2.1.
 """
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="train less")
     args = parser.parse_args(argv)
-    steps = 40 if args.short else 200
+    steps = 30 if args.short else 200
     shares = {}
     for name, bidirectional in (("causal", False), ("prefix", True)):
         shares[name] = learn(steps, bidirectional)

@@ -7,7 +7,7 @@ that the model itself would have written is kept, and its keys and values stay i
 write the same bytes; the tree needs fewer calls.
 
     python examples/speculative_tree.py            600 training steps, 200 bytes
-    python examples/speculative_tree.py --short    60 training steps, 40 bytes
+    python examples/speculative_tree.py --short    30 training steps, 40 bytes
 
 Method: Miao et al. 2023 (SpecInfer), arXiv:2305.09781; drafts from bigrams keep the example small.
 """
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="train and write less")
     args = parser.parse_args(argv)
-    steps, count = (60, 40) if args.short else (600, 200)
+    steps, count = (30, 40) if args.short else (600, 200)
     torch.manual_seed(0)
     text = training_text()
     bigrams: dict[int, Counter[int]] = defaultdict(Counter)
