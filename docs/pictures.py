@@ -84,7 +84,6 @@ def _entry(example: Example, add: Any) -> str:
     else:
         assert mask_mod is not None, "an example sets one of them"
         figure = plot_mask(mask_mod, q_len, kv_len, block_size=16, heads=several)
-    figure.set_size_inches(4.4, 4.6)
     speeds = [_speed(name, row) for name, row in example.rows.items()]
     measured = mask_mod is not None and not math.isnan(example.density)
     facts = [f"Keeps {example.density:.1%} of the scores." if measured else ""]
@@ -124,6 +123,6 @@ def _speed(device: str, row: Row | None) -> str:
     if row is None or row.ratio is None:
         return ""
     return (
-        f"{device}: {row.ours:.2f} ms, {row.peer} {row.theirs:.2f} ms, {row.ratio:.1f} times as "
+        f"{device}: {row.ours:.2f} ms, {row.peer} {row.theirs:.2f} ms, {row.ratio:.2f} times as "
         "fast."
     )

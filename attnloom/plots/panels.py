@@ -131,7 +131,7 @@ def key_of_kinds(figure: Figure, entries: Sequence[tuple[int, str]]) -> None:
         Patch(facecolor=PALETTE[kind], edgecolor=LINE, linewidth=0.6, label=text)
         for kind, text in entries
     ]
-    narrow = figure.get_figwidth() < 6
+    narrow = figure.get_figwidth() < 7
     figure.legend(
         handles=marks, loc="outside lower center", ncols=2 if narrow else len(marks), fontsize=7,
         frameon=False,
