@@ -142,6 +142,10 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ModelError(f"config.json of a {kind} model lacks {error}.") from None
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(f"config.json of a {kind} model: {error}.") from None
 
 
 def _read_windows(given: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
