@@ -220,6 +220,12 @@ def _add_errors(app: FastAPI) -> None:
             message = f"{place or 'body'}: {first['msg']}."
         return Problem(400, message, param=place or None).response()
 
+    @app.exception_handler(Exception)
+    async def broken(http: HttpRequest, error: Exception) -> Response:
+        return Problem(
+            500, f"the server failed: {type(error).__name__}.", "server_error"
+        ).response()
+
     @app.exception_handler(RoutingError)
     async def nowhere(http: HttpRequest, error: HTTPException) -> Response:
         return Problem(error.status_code, str(error.detail)).response()

@@ -110,7 +110,7 @@ def test_ngrams_speed_up_repetition(model: Decoder) -> None:
     want = plain.generate([prompt(10)], params)
     engine = Engine(model, None, LIMITS, num_pages=32, page_size=16, drafter=NgramDrafter())
     assert engine.generate([prompt(10)], params) == want
-    assert engine.metrics.steps <= plain.metrics.steps
+    assert engine.metrics.steps < plain.metrics.steps
 
 
 def test_requests_with_and_without_drafts_share_a_step(model: Decoder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from attnloom.serving import (
     Engine,
     Finish,
     Limits,
+    NgramDrafter,
     OverloadedError,
     Request,
     RequestError,
@@ -235,3 +237,38 @@ def test_a_reserved_name_is_refused(llama: Decoder) -> None:
     engine.add(Request((1, 2), greedy(2), name="mine"))
     with pytest.raises(RequestError, match="'mine' is being served already"):
         engine.add(Request((1, 2), greedy(2), name="mine"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_events(model: Decoder, seed: int) -> None:
+    """Requests that arrive, leave and share beginnings at random, few pages, guesses good and bad:
+    every text that ends is that of the model alone, and at the end no page is lost."""
+    random = Random(seed)
+    beginnings = [prompt(37, s) for s in range(2)]
+    limits = Limits(max_running=4, max_step_tokens=random.choice([9, 40]), max_length=128)
+    drafter = NgramDrafter(ngram=1, branches=3, depth=3)
+    engine = Engine(model, ByteTokenizer(), limits, num_pages=9, page_size=16, drafter=drafter)
+    asked: dict[str, tuple[list[int], int]] = {}
+    found: dict[str, list[int]] = {}
+    ended: set[str] = set()
+    for _ in range(400):
+        if len(asked) < 12 and random.random() < 0.15:
+            start = random.choice(beginnings)[: random.randrange(1, 38)]
+            tokens = start + prompt(random.randrange(20), random.randrange(99))
+            length = random.randrange(1, 40)
+            asked[engine.add(Request(tuple(tokens), greedy(length)))] = (tokens, length)
+        if asked and random.random() < 0.02:
+            engine.cancel(random.choice(list(asked)))
+        for output in engine.step():
+            found.setdefault(output.name, []).extend(output.tokens)
+            if output.finish is not None:
+                ended.add(output.name)
+        engine.cache.book.check()
+        if len(asked) == 12 and not engine.busy:
+            break
+    assert not engine.busy and len(ended) >= 6
+    for name in ended:
+        assert found[name] == alone(model, *asked[name])
+    while engine.scheduler.prefixes.give_up_one():
+        pass
+    assert engine.cache.num_free_pages == 9 and not engine.cache.sequences

@@ -324,6 +324,19 @@ def test_a_step_that_fails_is_a_500_and_the_server_goes_on(
     assert running.metric("running") == 0
 
 
+def test_an_error_of_the_server_has_the_same_form(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(messages: Any) -> list[int]:
+        raise KeyError("x")
+
+    monkeypatch.setattr(running.engine.tokenizer, "chat", fail)
+    with pytest.raises(openai.InternalServerError, match="the server failed: KeyError"):
+        running.client().chat.completions.create(
+            messages=[{"role": "user", "content": "a"}], **GREEDY
+        )
+
+
 def test_metrics_and_health(running: Running) -> None:
     before = running.metric("output_tokens_total")
     running.client().completions.create(prompt="Once", max_tokens=9, **GREEDY)
