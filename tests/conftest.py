@@ -30,3 +30,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _seeded() -> None:
     """Tests draw from generators of their own; this covers what slips through."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_masks_of_other_tests() -> None:
+    """Every test builds its masks itself; those of one test may still reuse lists."""
+    from attnloom.masking import reuse
+
+    reuse.forget()

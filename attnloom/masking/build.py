@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from attnloom.ir.node import BoundProgram
+from attnloom.masking import reuse
 from attnloom.masking.classify import classify
 from attnloom.masking.lists import BlockLists, TileGrid
 from attnloom.masking.views import MaskMod
@@ -31,16 +32,25 @@ def register_builder(device_type: str, builder: Builder) -> None:
 def build_lists(
     mask_mod: MaskMod, grid: TileGrid, device: torch.device, separate_full: bool = True
 ) -> BlockLists:
-    """Lists of the live tiles of a mask_mod; never allocates Q_LEN x KV_LEN.
+    """Lists of the live tiles of a mask_mod; never allocates Q_LEN x KV_LEN. Those of an equal
+    mask built before are returned again (`reuse`).
 
     Raises:
         TraceError: mask_mod cannot be traced.
     """
     with torch.no_grad():
         bound = trace_mask(mask_mod, device)
-        builder = _builders.get(device.type)
-        if builder is not None:
-            found = builder(bound, grid, device, separate_full)
-            if found is not None:
-                return found
-        return classify(bound, grid, device, separate_full)
+        return reuse.built(
+            bound, grid, device, separate_full, lambda: _build(bound, grid, device, separate_full)
+        )
+
+
+def _build(
+    bound: BoundProgram, grid: TileGrid, device: torch.device, separate_full: bool
+) -> BlockLists:
+    builder = _builders.get(device.type)
+    if builder is not None:
+        found = builder(bound, grid, device, separate_full)
+        if found is not None:
+            return found
+    return classify(bound, grid, device, separate_full)
