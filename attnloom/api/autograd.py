@@ -1,7 +1,8 @@
 """How a planned call meets autograd, functorch transforms and dispatch modes.
 
 - no gradient wanted: the backend is called directly
-- reverse mode: an autograd.Function that saves query, key, value, captured tensors, out and lse
+- reverse mode: an autograd.Function that saves query, key, value, captured tensors, out, lse and,
+  where nothing but the backward looks on, what else the backend knows of each row
 - reverse mode of the backward: `composite.second_order`
 - forward mode, alone or under any other transform: `composite.attend`
 - torch.func.grad, vjp, vmap: the same formulas with setup_context; vmap maps one item at a time
@@ -21,6 +22,7 @@ from attnloom.api import autocast, composite, operators
 from attnloom.api.launch import Launch, flat_gradients
 
 Tensors = tuple[torch.Tensor, ...]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tensors]
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -85,27 +87,36 @@ def _run_forward(
     tensors: Tensors,
     want_max_scores: bool,
 ) -> Outputs:
+    return _outputs_and_state(launch, (query, key, value, tensors), want_max_scores, False)[0]
+
+
+def _outputs_and_state(
+    launch: Launch, inputs: Inputs, want_max_scores: bool, for_backward: bool
+) -> tuple[Outputs, torch.Tensor | None]:
+    """The outputs of a forward, and its row_state if it has one; operators hand on none."""
+    query, key, value, tensors = inputs
     if _needs_operators(query, key, value, *tensors):
-        return operators.call_forward(launch, query, key, value, tensors, want_max_scores)
+        return operators.call_forward(launch, *inputs, want_max_scores), None
     if autocast.is_on(query):
         with autocast.switched_off(query):
-            result = launch.forward(query, key, value, tensors, want_max_scores)
+            result = launch.forward(*inputs, want_max_scores, for_backward)
     else:
-        result = launch.forward(query, key, value, tensors, want_max_scores)
-    return result.out, result.lse, result.max_scores if want_max_scores else None
+        result = launch.forward(*inputs, want_max_scores, for_backward)
+    outputs = (result.out, result.lse, result.max_scores if want_max_scores else None)
+    return outputs, result.row_state
 
 
 def _run_backward(
     launch: Launch,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tensors],
-    saved: tuple[torch.Tensor, torch.Tensor],
+    inputs: Inputs,
+    saved: Tensors,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> Tensors:
-    """dq, dk, dv and the gradients of launch.grad_slots()."""
+    """dq, dk, dv and the gradients of launch.grad_slots(); saved: out, lse, perhaps row_state."""
     query, key, value, tensors = inputs
     if _needs_operators(query, key, value, dout, *tensors):
-        return operators.call_backward(launch, inputs, saved, dout, dlse)
+        return operators.call_backward(launch, inputs, saved[:2], dout, dlse)
     if autocast.is_on(query):
         with autocast.switched_off(query):
             grads = launch.backward(query, key, value, tensors, saved, dout, dlse)
@@ -114,10 +125,12 @@ def _run_backward(
     return flat_gradients(launch, grads)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...], row_state: torch.Tensor | None
+) -> None:
     ctx.launch = inputs[0]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[2:], *outputs[:2])
+    ctx.save_for_backward(*inputs[2:], *outputs[:2], row_state)
     if len(outputs) == 3:
         ctx.mark_non_differentiable(outputs[2])
 
@@ -132,7 +145,7 @@ def _backward(
     ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
     launch: Launch = ctx.launch
-    query, key, value, *tensors, out, lse = ctx.saved_tensors
+    query, key, value, *tensors, out, lse, row_state = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * (5 + len(tensors))
     if dout is None:
@@ -143,7 +156,8 @@ def _backward(
         grads = _gradient(launch, query, key, value, *tensors, out, lse, dout, dlse)
     else:
         inputs = (query, key, value, tuple(tensors))
-        grads = _run_backward(launch, inputs, (out, lse), dout, dlse)
+        saved = (out, lse) if row_state is None else (out, lse, row_state)
+        grads = _run_backward(launch, inputs, saved, dout, dlse)
     return (None, None, *_by_input(launch, len(tensors), grads))
 
 
@@ -200,9 +214,14 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensors:
-        outputs = _forward(*inputs)
-        _save(ctx, inputs, outputs)
-        return outputs
+        launch, want_max_scores, query, key, value, *tensors = inputs
+        tensors = tuple(tensors)
+        outputs, row_state = _outputs_and_state(
+            launch, (query, key, value, tensors), want_max_scores, True
+        )
+        shown = outputs if want_max_scores else outputs[:2]
+        _save(ctx, inputs, shown, row_state)
+        return shown  # type: ignore[return-value]
 
     backward = staticmethod(_backward)
 
@@ -215,7 +234,7 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _save(ctx, inputs, output)
+        _save(ctx, inputs, output, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

@@ -50,6 +50,8 @@ class Launch:
         key: torch.Tensor,
         value: torch.Tensor,
         tensors: tuple[torch.Tensor, ...],
+        for_backward: bool = False,
+        row_state: torch.Tensor | None = None,
     ) -> AttentionCall:
         """The call as a backend takes it; tensors: captured ones, the score program's first."""
         plan = self.plan
@@ -61,7 +63,7 @@ class Launch:
             mask = BoundProgram(plan.mask, tensors[count:], self.mask_numbers)
         return AttentionCall(
             query, key, value, score, mask, self.blocks, self.scale, plan.problem.options,
-            self.table,
+            self.table, for_backward, row_state,
         )  # fmt: skip
 
     def forward(
@@ -71,11 +73,13 @@ class Launch:
         value: torch.Tensor,
         tensors: tuple[torch.Tensor, ...],
         want_max_scores: bool,
+        for_backward: bool = False,
     ) -> ForwardResult:
         """Run the forward; a problem without queries or keys never reaches the backend."""
         if query.numel() == 0 or key.numel() == 0:
             return _empty_forward(query, key, value, want_max_scores)
-        return self.backend.forward(self.call(query, key, value, tensors), want_max_scores)
+        call = self.call(query, key, value, tensors, for_backward)
+        return self.backend.forward(call, want_max_scores)
 
     def backward(
         self,
@@ -83,11 +87,11 @@ class Launch:
         key: torch.Tensor,
         value: torch.Tensor,
         tensors: tuple[torch.Tensor, ...],
-        saved: tuple[torch.Tensor, torch.Tensor],
+        saved: tuple[torch.Tensor, ...],
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
     ) -> Gradients:
-        """Run the backward; saved: out and lse of the forward."""
+        """Run the backward; saved: out and lse of the forward, and its row_state if at hand."""
         if query.numel() == 0 or key.numel() == 0:
             dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
             slots = self.grad_slots()
@@ -96,8 +100,9 @@ class Launch:
                 for i, t in enumerate(tensors[: self.num_score_tensors])
             )
             return Gradients(dq, dk, dv, captured)
-        out, lse = saved
-        return self.backend.backward(self.call(query, key, value, tensors), out, lse, dout, dlse)
+        out, lse, *state = saved
+        call = self.call(query, key, value, tensors, row_state=state[0] if state else None)
+        return self.backend.backward(call, out, lse, dout, dlse)
 
     def grad_slots(self) -> tuple[int, ...]:
         """Slots of the captured tensors that the backend returns a gradient for."""

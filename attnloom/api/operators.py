@@ -62,7 +62,7 @@ def call_forward(
 def call_backward(
     launch: Launch,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tensors],
-    saved: tuple[torch.Tensor, torch.Tensor],
+    saved: Tensors,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> Tensors:

@@ -28,6 +28,8 @@ class AttentionCall:
         [num_pages, Hkv, page_size, D]. Query row i of batch entry b stands at position
         lengths[b] - counts[b] + i, for score, mask and blocks alike; blocks are those of whole
         sequences. No gradients. None: query row i stands at position i.
+    for_backward: a forward whose row_state a backward will be given, if it has one.
+    row_state: of a backward, what its forward returned as such.
     """
 
     query: torch.Tensor
@@ -39,6 +41,8 @@ class AttentionCall:
     scale: float
     options: KernelOptions
     table: PageTable | None = None
+    for_backward: bool = False
+    row_state: torch.Tensor | None = None
 
     @property
     def kv_len(self) -> int:
@@ -59,11 +63,16 @@ class AttentionCall:
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
     """out [B, Hq, Q_LEN, Dv] in query's dtype; lse and max_scores [B, Hq, Q_LEN] float32 (float64
-    for float64 inputs), natural logarithm; -inf for a row without keys (where out is 0)."""
+    for float64 inputs), natural logarithm; -inf for a row without keys (where out is 0).
+
+    row_state: what a backend knows of each row beyond lse, for its own backward alone; None where
+        lse is enough. A backward has to do without, as operators and transforms do not carry it.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
     max_scores: torch.Tensor | None
+    row_state: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,12 +99,13 @@ class CpuBackend:
         in_pages = call.table is not None and call.table.pages is not None
         stored = (operand(t, batch, in_pages) for t in (key, value))
         operands = [operand(query, batch), *stored, operand(out, batch)] + [()] * 4
-        rows = (lse.data_ptr(), 0 if max_scores is None else max_scores.data_ptr(), 0)
+        state = _row_state(call, real)
+        rows = (lse.data_ptr(), _address(max_scores), 0, _address(state))
         threads = num_threads(call)
         schedule = decode_schedule(call, threads)
         kernel = "forward" if schedule is None else "decode"
         _launch(kernel, call, real, Parts(operands, rows, schedule or Schedule(threads)))
-        return ForwardResult(out, lse, max_scores)
+        return ForwardResult(out, lse, max_scores, state)
 
     def backward(
         self,
@@ -125,12 +126,24 @@ class CpuBackend:
         )
         operands = [operand(t, batch) for t in (query, key, value, out, dout, dq)]
         operands += [operand(t, kv_batch) for t in (dk, dv)]
-        rows = (lse.data_ptr(), 0, 0 if dlse is None else dlse.data_ptr())
+        rows = (lse.data_ptr(), 0, _address(dlse), _address(call.row_state))
         plan = backward_schedule(call, num_threads(call))
         captured = _CapturedGradients(call, plan, real)
         parts = Parts(operands, rows, plan.schedule, captured.table)
         _launch("backward", call, real, parts, captured.clear)
         return Gradients(dq, dk, dv, captured.total(call))
+
+
+def _row_state(call: AttentionCall, real: DType) -> torch.Tensor | None:
+    """Memory for the row state, [2, B, Hq, Q_LEN], where it makes gradients better: those of
+    half-precision inputs are rounded far more coarsely than lse is."""
+    if not call.for_backward or call.query.dtype != real.torch:
+        return None
+    return torch.empty((2, *call.query.shape[:3]), dtype=real.torch, device="cpu")
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class _CapturedGradients:

@@ -26,7 +26,7 @@ _OPERAND = 5  # data, three strides, dtype
 _NO_OPERAND = (0,) * _OPERAND
 _TENSOR_ARG = struct.Struct("17q")  # TensorArg: data, size[8], stride[8]
 _MAX_RANK = 8
-_ARGS = struct.Struct(f"{8 * _OPERAND + 3 + 2 + 7 + 8 + 7 + 5 + 3 + 3 + 2}qd")
+_ARGS = struct.Struct(f"{8 * _OPERAND + 4 + 2 + 7 + 8 + 7 + 5 + 3 + 3 + 2}qd")
 _INT64 = 1 << 63
 
 Words = tuple[int, ...]
@@ -99,12 +99,12 @@ class Parts:
     """What differs between forward, decode and backward.
 
     operands: words of query, key, value, out, dout, dq, dk, dv; empty where absent.
-    rows: addresses of lse, max_scores and dlse, 0 where absent.
+    rows: addresses of lse, max_scores, dlse and row_state, 0 where absent.
     grads: address of the table of gradient buffers, 0 without captured gradients.
     """
 
     operands: Sequence[Words]
-    rows: tuple[int, int, int]
+    rows: tuple[int, int, int, int]
     schedule: Schedule
     grads: int = 0
 

@@ -39,9 +39,11 @@ typedef int (*ParallelFor)(i64 begin, i64 end, i64 grain, ParallelBody body, voi
 
 struct AttentionArgs {
     Operand query, key, value, out, dout, dq, dk, dv;
-    // [B, Hq, q_len], contiguous. max_scores and dlse may be null.
+    // [B, Hq, q_len], contiguous. max_scores and dlse may be null, and so may row_state,
+    // [2, B, Hq, q_len]: largest score and sum of exponentials, for the backward.
     real *lse, *max_scores;
     const real* dlse;
+    real* row_state;
     // Ragged lists of live blocks (attnloom/block_mask.py); row_offsets null: every block is full.
     const i64* row_offsets;
     const i32* entries;

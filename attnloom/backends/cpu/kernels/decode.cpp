@@ -226,7 +226,7 @@ static void combine_row(const AttentionArgs& args, const DecodeLayout& layout, i
         m = parts[split * layout.part_size] > m ? parts[split * layout.part_size] : m;
     for (i64 split = 0; split < args.num_splits; split++) {
         real* part = parts + split * layout.part_size;
-        real shrink = softmax_exp2((part[0] - m) * LOG2_E);
+        real shrink = softmax_exp(part[0] - m);
         l += part[1] * shrink;
         for (i64 d = 0; d < layout.sizes.value_lanes; d += W) {
             vf scaled = vf_load(part + W + d) * shrink;
@@ -238,6 +238,7 @@ static void combine_row(const AttentionArgs& args, const DecodeLayout& layout, i
     i64 row = (b * args.Hq + h) * args.q_len + q;
     args.lse[row] = row_lse(m, l);
     if (args.max_scores) args.max_scores[row] = row_max(m, l);
+    write_state(args, row, m, l);
 }
 
 extern "C" i64 attnloom_workspace(const AttentionArgs* args) {

@@ -160,6 +160,7 @@ static void write_rows(const AttentionArgs& args, const RowGroup& group,
                   state.acc + i * state.value_lanes, l == 0 ? (real)0 : 1 / l);
         args.lse[row + i] = row_lse(m, l);
         if (args.max_scores) args.max_scores[row + i] = row_max(m, l);
+        write_state(args, row + i, m, l);
     }
 }
 

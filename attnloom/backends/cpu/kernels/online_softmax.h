@@ -48,7 +48,7 @@ INLINE real score_row(const ModArgs& mods, const RowGroup& group, const TileColu
     const i8* mask = state.mask + i * TILE_N;
     vf top = vf_set(state.m[i]);
     for (i32 x = columns.begin; x < columns.end; x += W) {
-        vf score = vf_load(scores + x) * scale;
+        vf score = rounded(vf_load(scores + x) * scale);
 #if HAS_SCORE
         score = score_mod(mods, group.head, group.rows[i], column, group.b, group.h, group.q0 + i,
                           k0 + x, x, score);
@@ -70,7 +70,7 @@ INLINE real exponentiate_row(i32 i, Range columns, real m, const SoftmaxState& s
     u16* pairs = state.pairs + i * TILE_N;
     vf sum = {};
     for (i32 x = columns.begin; x < columns.end; x += W) {
-        vf p = softmax_exp2(to_exponent(vf_load(scores + x) - m));
+        vf p = softmax_exp(vf_load(scores + x) - m);
         sum += p;
 #if BF16_PAIRS
         store_as(pairs + x, bf16_rounded(p));
@@ -85,7 +85,7 @@ INLINE real exponentiate_row(i32 i, Range columns, real m, const SoftmaxState& s
 // Moves row i to a new maximum and adds the new probabilities' sum.
 INLINE void advance_row(const SoftmaxState& state, i32 i, real m, real sum) {
     if (m != state.m[i]) {
-        real shrink = softmax_exp2((state.m[i] - m) * LOG2_E);
+        real shrink = softmax_exp(state.m[i] - m);
         real* acc = state.acc + i * state.value_lanes;
         for (i64 d = 0; d < state.value_lanes; d += W) vf_store(acc + d, vf_load(acc + d) * shrink);
         state.l[i] *= shrink;
@@ -128,6 +128,12 @@ INLINE void accumulate_values(i64 num_panels, const Range* panels, i64 num_keys,
 // Natural logarithm of the sum of exponentials; -inf for a row without live scores.
 INLINE real row_lse(real m, real l) {
     return l == 0 ? -REAL_INF : m + natural_log(l);
+}
+// What the backward gets of a row beyond its lse.
+INLINE void write_state(const AttentionArgs& args, i64 row, real m, real l) {
+    if (!args.row_state) return;
+    args.row_state[row] = m;
+    args.row_state[args.B * args.Hq * args.q_len + row] = l;
 }
 // Largest score in natural units; NaN where a score was.
 INLINE real row_max(real m, real l) { return l == 0 ? -REAL_INF : l != l ? l : m; }
