@@ -35,6 +35,7 @@ from attnloom.trace.symbols import NumberProxy
 _MAX_ENTRIES = 512
 _MAX_CODES = 4096
 _MAX_LENGTH = 64  # of a container
+_UNREAD = {"extent"}  # attributes of a mod that are notes about it (see masking/extent.py)
 _WHOLE: tuple[Chain, ...] = ((),)
 _TORCH_FOLDER = torch.__path__[0]
 _BUILTINS = vars(builtins)
@@ -163,7 +164,7 @@ def _checked_length(value: Any, found: Dependencies) -> int:
 
 
 def _visit_partial(partial: functools.partial[Any], found: Dependencies) -> None:
-    if partial.__dict__:
+    if partial.__dict__.keys() - _UNREAD:
         raise _UnrecognisedError
     found.key.append(("partial", len(partial.args), tuple(partial.keywords)))
     for value in (partial.func, *partial.args, *partial.keywords.values()):
@@ -176,11 +177,11 @@ def _is_stateless(value: Any, kind: type) -> bool:
     if kind is BuiltinFunctionType:
         owner = (getattr(value, "__module__", None) or "torch").split(".")[0]
         return owner in ("torch", "math", "_operator") or value in _PURE_BUILTINS
-    return kind is type and value in _PURE_BUILTINS
+    return value is torch.Tensor or (kind is type and value in _PURE_BUILTINS)
 
 
 def _visit_function(function: FunctionType, found: Dependencies) -> None:
-    if function.__dict__ or len(found.key) > _MAX_ENTRIES:
+    if function.__dict__.keys() - _UNREAD or len(found.key) > _MAX_ENTRIES:
         raise _UnrecognisedError
     place = found.functions.setdefault((id(function), found.rigid), len(found.functions))
     if place != len(found.functions) - 1:

@@ -21,6 +21,7 @@ from attnloom.trace.tracer import trace_mask, trace_score
 
 CPU = torch.device("cpu")
 LIMIT: Any = 3
+TENSOR = torch.Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +173,19 @@ def test_helpers_are_followed():
     assert values == [4.0, 5.5, 7.0]
     assert _traces(lambda: _score(make(scaled(9.0)))) == 0
     assert _value(_score(make(lambda s: -s))) == -0.5
+
+
+def test_a_mod_may_ask_whether_a_capture_is_a_tensor():
+    """As token_tree and offset do (a tree of drafts is another one in every step)."""
+
+    def make(by: Any) -> Any:
+        return lambda s, b, h, q, kv: s + (by[b] if isinstance(by, TENSOR) else by)
+
+    assert _value(_score(make(torch.tensor([4.0])))) == 5.5
+    assert _traces(lambda: _score(make(torch.tensor([8.0])))) == 0
+    assert _value(_score(make(torch.tensor([8.0])))) == 9.5
+    assert _value(_score(make(2.0))) == 3.5
+    assert _value(_score(make(torch.tensor([1.0])))) == 2.5
 
 
 def test_helpers_may_reach_each_other():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from attnloom import compile_stats
 from attnloom.serving import (
     ByteTokenizer,
     Decoder,
@@ -67,6 +68,19 @@ def test_verified_drafts_change_nothing(model: Decoder, temperature: float) -> N
     drafted._drafter = None
     assert drafted.generate(more, rest) == fresh
     assert drafted.metrics.shared_tokens - shared > 100
+
+
+def test_a_new_tree_is_not_traced_again(model: Decoder) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    start = [7, *prompt(30)]
+    (want,) = Engine(model, None, LIMITS, num_pages=32, page_size=16).generate([start], params)
+    counts = []
+    for seed in (4, 5):
+        oracle = Oracle({7: start + want}, seed)
+        engine = Engine(model, None, LIMITS, num_pages=32, page_size=16, drafter=oracle)
+        assert engine.generate([start], params) == [want]
+        counts.append(compile_stats().traces)
+    assert counts[0] == counts[1]
 
 
 def test_speculation_when_pages_run_out(model: Decoder) -> None:
