@@ -115,9 +115,9 @@ class Case:
             self.head_dim,
         ]
 
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """query, key, value, drawn from a fixed seed in the case's dtype."""
-        generator = torch.Generator().manual_seed(0)
+    def inputs(self, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """query, key, value, drawn from a seed in the case's dtype."""
+        generator = torch.Generator().manual_seed(seed)
         sizes = (
             (self.num_heads, self.q_len),
             (self.num_kv_heads, self.kv_len),

@@ -26,6 +26,7 @@ class Row:
     shape: [B, Hq, Hkv, q_len, kv_len, D]. density: share of scores kept.
     ours, theirs: median in `unit`; p10 and p90 beside them where runs were repeated.
     ratio: theirs / ours, above 1 where ours is better; None where ours is nothing at all.
+    ratio_error: standard error of the ratio, where runs differ in their inputs.
     """
 
     suite: str
@@ -43,6 +44,12 @@ class Row:
     theirs_p10: float | None = None
     theirs_p90: float | None = None
     num_runs: int = 1
+    ratio_error: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether theirs is better, by more than two standard errors."""
+        return self.ratio is not None and self.ratio + 2 * (self.ratio_error or 0.0) < 1
 
     @property
     def ratio(self) -> float | None:

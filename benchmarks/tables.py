@@ -44,7 +44,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
             _spread(row.ours_p10, row.ours_p90),
             row.peer or "",
             "" if row.theirs is None else _quantity(row.theirs, row.unit),
-            "" if row.ratio is None else f"{row.ratio:.2f}",
+            _ratio(row),
         )
         for row in rows
     ]
@@ -78,8 +78,8 @@ def mean_table(rows: Sequence[Row]) -> str:
 
 
 def losses(rows: Sequence[Row]) -> str:
-    """Every row where a peer is better than ours."""
-    lost = [row for row in rows if row.ratio is not None and row.ratio < 1]
+    """Every row where a peer is better than ours, beyond noise where that is known."""
+    lost = [row for row in rows if row.lost]
     if not lost:
         return "No peer was better in any row."
     return comparison_table(sorted(lost, key=lambda row: row.ratio or 0.0))
@@ -116,6 +116,12 @@ def _gpu(head: dict[str, object]) -> str:
 def _quantity(value: float, unit: str) -> str:
     digits = 3 if value < 10 else 1 if value < 1000 else 0
     return f"{value:.{digits}f} {_UNITS.get(unit, unit)}"
+
+
+def _ratio(row: Row) -> str:
+    if row.ratio is None:
+        return ""
+    return f"{row.ratio:.2f}" + (f" ± {row.ratio_error:.3f}" if row.ratio_error else "")
 
 
 def _spread(low: float | None, high: float | None) -> str:
