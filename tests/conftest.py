@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-_BEGAN = time.monotonic()
+from tests.harness.numeric_log import pytest_addoption, pytest_configure
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--numeric-log", metavar="FILE", type=Path, help="write there what passed on which device"
-    )
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    path = config.getoption("--numeric-log")
-    if path is not None:
-        from tests.harness import numeric_log
-
-        numeric_log.write(path, terminalreporter.stats, time.monotonic() - _BEGAN)
+__all__ = ["pytest_addoption", "pytest_configure"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,63 @@
+"""The log of a run tells of every worker's tests, and of those before a run was cut short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import os
+import pytest
+
+@pytest.mark.parametrize("n", range(6))
+def test_numbers(n):
+    assert n != 3, "not three"
+
+@pytest.mark.skip(reason="not here")
+def test_left_out():
+    pass
+
+@pytest.mark.xfail
+def test_wrong():
+    assert False
+
+def test_ends_everything():
+    if "CUT_SHORT" in os.environ:
+        os._exit(9)
+"""
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> str:
+    """The log of a run of TESTS."""
+    hooks = "from tests.harness.numeric_log import pytest_addoption, pytest_configure\n"
+    (folder / "conftest.py").write_text(hooks)
+    (folder / "test_given.py").write_text(TESTS)
+    log = folder / "logs" / "numeric.log"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", f"--numeric-log={log}", *arguments, "."],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        timeout=120,
+    )
+    return log.read_text()
+
+
+def test_workers_are_added_up(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    found = run(tmp_path, "-n", "2")
+    assert "6 passed, 1 failed, 1 skipped, 1 xfailed in " in found
+    assert "test_given.py: 6 passed, 1 failed, 1 skipped, 1 xfailed" in found
+    assert "failed: test_given.py::test_numbers[3]\nAssertionError: not three" in found
+    assert "skipped 1: Skipped: not here" in found
+
+
+def test_a_run_that_is_cut_short_leaves_what_failed(tmp_path: Path) -> None:
+    found = run(tmp_path, CUT_SHORT="1")
+    assert "3 passed, 1 failed so far, after " in found
+    assert "failed: test_given.py::test_numbers[3]\nAssertionError: not three" in found
