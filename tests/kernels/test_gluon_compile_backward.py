@@ -92,5 +92,44 @@ def test_a_learned_slope_adds_once_a_head() -> None:
     main = compiled(call)["backward_kernel"]
     assert not main.serialised
     assert main.spills <= 128
-    # one in each of two consumers
-    assert len(re.findall(r"\b(?:atom|red)\.(?:global|relaxed|gpu)[.\w]*add\.f32", main.text)) == 2
+    assert len(additions(main.text)) == CONSUMERS
+
+
+CONSUMERS = 2
+SCALES = torch.ones(32, 2048, requires_grad=True)
+BIASES = torch.zeros(2048, requires_grad=True)
+FEATURES = torch.zeros(32, 4, requires_grad=True)
+KEY_FEATURES = torch.zeros(2048, 4, requires_grad=True)
+# what an addition returns goes to a register or, in place of one, nowhere
+_ADDITION = re.compile(
+    r"\b(?:atom|red)\.(?:global|relaxed|gpu)[.\w]*add\.f32\s+(?:\S+, )?\[ ?(%rd\d+)[^]]*\], (%\w+)"
+)
+
+
+def additions(ptx: str) -> list[tuple[str, str]]:
+    """(address, value) of each addition to a captured gradient."""
+    return [(found[1], found[2]) for found in _ADDITION.finditer(ptx)]
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "count"),
+    [
+        # a lane of a warp has 16 of 64 queries and two of 64 keys
+        (lambda s, b, h, q, kv: s * SCALES[h, q] + BIASES[kv], 16 + 2),
+        pytest.param(
+            lambda s, b, h, q, kv: s * (FEATURES[h] * FEATURES[h]).sum(), 1, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda s, b, h, q, kv: s * (KEY_FEATURES[kv] * KEY_FEATURES[kv]).sum(),
+            2,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["query and key", "reduction", "reduction by key"],
+)
+def test_no_register_is_added_twice(score_mod: Any, count: int) -> None:
+    """A gradient by query was twice what it is: a thread holds rows r and r + 8 of a tile, also of
+    one that has a single row, and added both."""
+    call = make_call(64, score_mod=score_mod, q_len=2048, kv_len=2048, backend="gluon")
+    found = additions(compiled(call)["backward_kernel"].text)
+    assert len(found) == len(set(found)) == CONSUMERS * count

@@ -97,13 +97,14 @@ class GradWriter(LevelWriter, Contributions):
             return [f"t{number} += tl.sum(d{number}, 1 - QX)"]
         if self.sinks.stores[number]:
             return self._store(number, item)
-        axes = self._index_axes(item)
-        value = f"d{number}"
-        if not axes & Axes.Q:
-            value = f"tl.sum({value}, 1 - QX, keep_dims=True)"
-        if not axes & Axes.KV:
-            value = f"tl.sum({value}, QX, keep_dims=True)"
-        return [f"sk.add(sinks[{number}], {self._offset(item)}, {value})"]
+        axes = self._index_axes(item) & (Axes.Q | Axes.KV)
+        value, offset, add = f"d{number}", self._offset(item), "add"
+        if not axes:
+            value, add = f"tl.sum(tl.sum({value}, 1), 0)", "add_one"
+        elif axes != Axes.Q | Axes.KV:
+            missing = "QX" if axes == Axes.Q else "1 - QX"
+            value, offset = f"tl.sum({value}, {missing})", f"sk.vector({offset}, {missing})"
+        return [f"sk.{add}(sinks[{number}], {offset}, {value})"]
 
     def _flush(self) -> list[str]:
         lines = []

@@ -11,8 +11,17 @@ def places(ptr, offset, value):
 
 
 @gluon.jit
+def vector(offset, AXIS: gl.constexpr):
+    """What lies along the other dimension of a tensor with one entry along AXIS."""
+    return gl.max(offset, AXIS)
+
+
+@gluon.jit
 def add(ptr, offset, value):
-    """Lanes that add nothing, such as those that a mask discards, stay out of the memory's way."""
+    """Scores, or a vector by query or key. Not a tensor with one entry along a dimension: a thread
+    holds that in a register for each of its scores there, and each would be added.
+
+    Lanes that add nothing, such as those that a mask discards, stay out of the memory's way."""
     gl.atomic_add(places(ptr, offset, value), value, mask=value != 0, sem="relaxed")
 
 
