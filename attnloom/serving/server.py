@@ -214,7 +214,10 @@ def _add_errors(app: FastAPI) -> None:
     async def malformed(http: HttpRequest, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = ".".join(str(step) for step in first["loc"][1:])
-        if first["type"] == "extra_forbidden":
+        if first["type"] == "json_invalid":
+            message = f"the body is not JSON, at character {place}: {first['ctx']['error']}."
+            place = ""
+        elif first["type"] == "extra_forbidden":
             message = f"parameter {place!r} is not known here."
         else:
             message = f"{place or 'body'}: {first['msg']}."

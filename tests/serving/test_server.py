@@ -165,7 +165,7 @@ def test_many_clients_at_once(running: Running) -> None:
 
 
 BAD: dict[str, tuple[str, Any, int, str]] = {
-    "not json": ("completions", b"{", 400, "JSON"),
+    "not json": ("completions", b"{", 400, "the body is not JSON, at character 1: "),
     "no body": ("completions", b"", 400, "required"),
     "not an object": ("completions", [1], 400, "valid dictionary"),
     "no prompt": ("completions", {"model": "tiny"}, 400, "prompt: Field required"),
