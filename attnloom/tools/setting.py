@@ -162,7 +162,8 @@ def make_setting(
         "kv_heads": kv_heads,
         "head_dim": head_dim,
     }
-    sizes = {name: _positive(name, value) for name, value in given.items() if value is not None}
+    told_later = {name for name in ("batch", "heads", "kv_heads") if given[name] is None}
+    sizes = {n: _positive(n, value) for n, value in given.items() if n not in told_later}
     found = {"dtype": _dtype(dtype), "block_size": block_size_pair(block_size)}
     where = _device(mods, device)
     told, notes = {}, ()
