@@ -122,9 +122,12 @@ def test_wide_heads_fit_a_small_device(head_dim, dtype):
     assert made.shared <= TARGETS["sm_86"][1].shared_bytes
 
 
-def test_decode_streams_by_tma():
-    made = compiled("sm_90", make_call(128, q_len=1, kv_len=32768))
+@pytest.mark.parametrize(("head_dim", "at_once"), [(64, 4), (128, 2)])
+def test_decode_streams_by_tma(head_dim, at_once):
+    """Decode at D=64 took tiles of 128 keys, three programs a processor, where 64 are faster."""
+    made = compiled("sm_90", make_call(head_dim, q_len=1, kv_len=32768))
     assert made["decode_kernel"].spills == 0
+    assert made["decode_kernel"].shared * at_once <= TARGETS["sm_90"][1].shared_bytes
     assert "cp.async.bulk.tensor" in made["decode_kernel"].text
     assert made["combine_kernel"].spills == 0
 
