@@ -304,7 +304,7 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
                 "smaller mask with from_kv_blocks and its own write order."
             )
         out = self.from_lists(lists, mask_mod, batch_dims, self._has_full_lists)
-        out._has_q_blocks = self._has_q_blocks
+        out._has_q_blocks, out._lists_of_mod = self._has_q_blocks, self._lists_of_mod
         out._reading = versions.handed_on(self._reading, out.mask_mod)
         out.dq_kv_order_spt = self.dq_kv_order_spt
         if self.dq_write_order is not None:

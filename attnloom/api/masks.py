@@ -12,7 +12,7 @@ from attnloom.backends import mask_builders
 from attnloom.block_mask import BlockMask
 from attnloom.errors import ModError, OptionError, ShapeError
 from attnloom.ir.node import DType
-from attnloom.masking import versions
+from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, read_data_device, read_device, read_int, shown
 from attnloom.masking.build import build_lists
 from attnloom.masking.captures import captured_tensors
@@ -25,6 +25,8 @@ from attnloom.trace.tracer import trace_score
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
 Mod = Callable[..., torch.Tensor]
+
+_AXES: tuple[extent.Axis, ...] = ("batch", "heads", *extent.LENGTHS)
 
 mask_builders.register()
 
@@ -83,11 +85,13 @@ def create_block_mask(
     check_flag("separate_full_blocks", separate_full_blocks)
     check_flag("compute_dq_write_order", compute_dq_write_order)
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
+    extent.check(mask_mod, dict(zip(_AXES, sizes, strict=True)))
     where = read_data_device(_device(mask_mod, device))
     grid = TileGrid(*sizes, *block_size_pair(BLOCK_SIZE))
     lists = build_lists(mask_mod, grid, where, separate_full_blocks)
     mask = BlockMask.from_lists(lists, mask_mod, sizes[:2], separate_full_blocks)
     mask._reading = versions.read(mask_mod)
+    mask._lists_of_mod = True
     if compute_dq_write_order:
         mask.compute_write_order(dq_kv_order)
     return mask
@@ -116,6 +120,7 @@ def create_mask(
         ShapeError: a size is negative.
     """
     sizes, where = _sizes(B, H, Q_LEN, KV_LEN), _device(mod_fn, device)
+    extent.check(mod_fn, dict(zip(_AXES, sizes, strict=True)))
     if _num_arguments(mod_fn) == 4:
         return mask_tokens(mod_fn, sizes, where)
     with torch.no_grad():
@@ -139,7 +144,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
             kept = kept & mask_mod(b, h, q_idx, kv_idx)
         return kept
 
-    return and_mask
+    return extent.limited(and_mask, *extent.limits_of(*mask_mods))
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -158,7 +163,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
             kept = kept | mask_mod(b, h, q_idx, kv_idx)
         return kept
 
-    return or_mask
+    return extent.limited(or_mask, *extent.limits_of(*mask_mods))
 
 
 def _check_callables(mask_mods: tuple[MaskMod, ...]) -> None:
@@ -219,7 +224,9 @@ def _num_arguments(mod: Mod) -> int:
 
 def _count_parameters(mod: Mod) -> int:
     """Positional parameters without defaults; 4 where there are any number of them."""
-    if type(mod) is FunctionType and not vars(mod):  # inspect.signature takes a while
+    if type(mod) is FunctionType and vars(mod).keys() <= {
+        extent.ATTRIBUTE
+    }:  # inspect.signature takes a while
         code = mod.__code__
         takes_any = code.co_flags & inspect.CO_VARARGS
         return 4 if takes_any else code.co_argcount - len(mod.__defaults__ or ())

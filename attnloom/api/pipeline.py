@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnloom.api import autograd, bounds_check, cached, validate
+from attnloom.api import autograd, bounds_check, broadcast, cached, validate
 from attnloom.api.masks import noop_mask
 from attnloom.api.options import read_options
 from attnloom.api.planning import plan_launch
@@ -53,6 +53,10 @@ def run(
         lists, mask_mod = whole.lists(), whole.mask_mod
     if score_mod is not None:
         validate.check_score_mod(score_mod)
+        validate.check_extent(score_mod, query, key, table is not None)
+    if mask_mod is not None and mask_mod is not noop_mask:
+        mask = trace_mask(mask_mod, query.device)
+        broadcast.check(whole, mask, query)
     if options.backend == "reference":
         if table is None:
             result = reference_forward(query, key, value, score_mod, mask_mod, lists, factor)
@@ -63,8 +67,6 @@ def run(
     device = query.device
     if score_mod is not None:
         score = trace_score(score_mod, compute_type(query.dtype, key.dtype, value.dtype), device)
-    if mask_mod is not None and mask_mod is not noop_mask:
-        mask = trace_mask(mask_mod, device)
     launch, tensors = plan_launch((query, key, value), score, mask, lists, factor, options, table)
     if table is not None:
         return cached.attention(launch, query, key, value, tensors, want_max_scores)

@@ -13,7 +13,7 @@ import torch
 
 from attnloom.block_mask import BlockMask
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
-from attnloom.masking import versions
+from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, shown
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -246,3 +246,15 @@ def check_score_mod(score_mod: object) -> None:
             f"score_mod is a {type(score_mod).__name__}; it must be a function "
             "score_mod(score, b, h, q_idx, kv_idx) that returns the new score, or None."
         )
+
+
+def check_extent(
+    score_mod: object, query: torch.Tensor, key: torch.Tensor, over_cache: bool
+) -> None:
+    """Raise ShapeError where score_mod is for other sizes. Over a cache lengths are those of the
+    sequences, which only the device knows."""
+    if hasattr(score_mod, extent.ATTRIBUTE):
+        sizes: dict[extent.Axis, int] = {"batch": query.size(0), "heads": query.size(1)}
+        if not over_cache:
+            sizes |= {"Q_LEN": query.size(2), "KV_LEN": key.size(2)}
+        extent.check(score_mod, sizes)

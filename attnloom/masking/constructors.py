@@ -29,6 +29,8 @@ class KnownMasks:
 
     # of the tensors that lists were made from; None where nobody knows
     _reading: versions.Reading | None = None
+    # lists are what the mask_mod said, and no choice of the caller's
+    _lists_of_mod: bool = False
 
     if TYPE_CHECKING:
         mask_mod: MaskMod

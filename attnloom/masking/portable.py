@@ -20,6 +20,7 @@ _STATIC = (
     "_has_full_lists",
     "_has_q_blocks",
     "dq_kv_order_spt",
+    "_lists_of_mod",
 )
 
 

@@ -84,7 +84,7 @@ def picked_mask(
 
 
 def pick_one(value: int, index: torch.Tensor) -> torch.Tensor:
-    return index * 0 + value
+    return torch.zeros_like(index) + value
 
 
 def pick_shifted(value: int, index: torch.Tensor) -> torch.Tensor:

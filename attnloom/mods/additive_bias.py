@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
+from attnloom.masking.extent import Axis, limited
 from attnloom.mods.arguments import check_floats
+from attnloom.mods.extent import of_table
 
 
 def additive_bias(bias: Tensor) -> ScoreMod:
@@ -35,7 +37,9 @@ def additive_bias(bias: Tensor) -> ScoreMod:
             table = table[h] if headed else table[0]
         return score + table[q_idx, kv_idx]
 
-    return score_mod
+    leading: tuple[Axis, ...] = ("batch", "heads")
+    limits = of_table("additive_bias", "bias", bias, *leading[4 - bias.dim() :], "Q_LEN", "KV_LEN")
+    return limited(score_mod, *limits)
 
 
 def head_bias(bias: Tensor) -> ScoreMod:
@@ -59,7 +63,7 @@ def head_bias(bias: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + bias[h]
 
-    return score_mod
+    return limited(score_mod, *of_table("head_bias", "bias", bias, "heads"))
 
 
 def pair_bias(bias: Tensor, factor: Tensor | None = None) -> ScoreMod:
@@ -86,4 +90,8 @@ def pair_bias(bias: Tensor, factor: Tensor | None = None) -> ScoreMod:
         value = bias[b, q_idx, kv_idx] if batched else bias[q_idx, kv_idx]
         return score + (value if factor is None else factor[h] * value)
 
-    return score_mod
+    leading: tuple[Axis, ...] = ("batch",) if batched else ()
+    limits = of_table("pair_bias", "bias", bias, *leading, "Q_LEN", "KV_LEN")
+    if factor is not None:
+        limits += of_table("pair_bias", "factor", factor, "heads")
+    return limited(score_mod, *limits)

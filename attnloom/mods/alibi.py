@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
+from attnloom.masking.extent import limited
 from attnloom.mods.arguments import read_size
+from attnloom.mods.extent import of_heads
 
 
 def alibi(
@@ -39,7 +41,7 @@ def alibi(
         distance = kv_idx - q_idx
         return score + slopes[h] * (-distance.abs() if symmetric else distance)
 
-    return score_mod
+    return limited(score_mod, *of_heads("alibi", "num_heads", num_heads))
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -61,6 +61,8 @@ def read_integers(name: str, value: Integers, *ranks: int) -> torch.Tensor:
     Raises:
         DtypeError: other values than integers. ShapeError: another rank.
     """
+    if not isinstance(value, torch.Tensor) and len(value) == 0:
+        raise ShapeError(f"{name} is empty; it must hold at least one integer.")
     tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     check_integer(name, tensor, ranks)
     return tensor
@@ -78,14 +80,31 @@ def check_floats(factory: str, name: str, value: Any, *ranks: int) -> None:
         )
 
 
-def read_positive(factory: str, name: str, value: Any) -> float:
-    """A number. Raises ModError unless it is finite and above 0."""
+def read_factor(
+    factory: str, name: str, value: Any, positive: bool = False
+) -> float | torch.Tensor:
+    """A number, or a floating-point tensor of one element, without its dimensions: mods capture
+    it, so that it may be learned.
+
+    Raises:
+        ModError: it is neither, or not finite. A tensor on the CPU is looked at, others are not.
+    """
+    low, what = (0.0, " above 0") if positive else (-math.inf, "")
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1:
+        if value.device.type == "cpu" and type(value) in (torch.Tensor, torch.nn.Parameter):
+            read_within(factory, name, value.detach(), low, what)
+        return value.reshape(())
+    return read_within(factory, name, value, low, what)
+
+
+def read_within(factory: str, name: str, value: Any, low: float, what: str) -> float:
+    """A finite number above `low`. Raises ModError for others."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
-    if not 0 < number < math.inf:
-        raise ModError(f"{factory}: {name} is {shown(value)}; it must be a number above 0.")
+    if not low < number < math.inf:
+        raise ModError(f"{factory}: {name} is {shown(value)}; it must be a finite number{what}.")
     return number
 
 
@@ -97,15 +116,26 @@ def read_odd(factory: str, name: str, value: object) -> int:
     return size
 
 
+def check_values(
+    factory: str, name: str, table: torch.Tensor, valid: torch.Tensor, rule: str
+) -> None:
+    """Raises ModError unless all are valid. Tables on other devices than the CPU are taken as they
+    are, since looking at them would wait for the device."""
+    if table.device.type != "cpu" or type(table) is not torch.Tensor or bool(valid.all()):
+        return
+    place = (~valid).nonzero()[0].tolist()
+    raise ModError(f"{factory}: {name}{place} is {table[tuple(place)].item()}; {rule}.")
+
+
 def read_flags(factory: str, name: str, value: object) -> torch.Tensor:
     """One flag a token, [S] or [B, S]. Raises ModError unless it is a tensor of such."""
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.is_floating_point()
-        or value.dim() not in (1, 2)
-    ):
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or value.is_floating_point() or value.dim() not in (1, 2):
+        what = f"{value.dtype} of shape {list(value.shape)}" if is_tensor else shown(value)
         raise ModError(
-            f"{factory}: {name} is {shown(value)}; it must be a bool tensor [S] or [B, S], one "
-            "flag a token."
+            f"{factory}: {name} is {what}; it must be a bool tensor [S] or [B, S], one flag a "
+            "token."
         )
+    if value.dtype is not torch.bool:
+        check_values(factory, name, value, (value == 0) | (value == 1), "a flag is 0 or 1")
     return value.to(torch.bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
+from attnloom.masking.extent import limited, limits_of
 from attnloom.mods.mod_kinds import check_kinds
 
 
@@ -23,4 +24,4 @@ def compose(*score_mods: ScoreMod) -> ScoreMod:
             score = score_mod(score, b, h, q_idx, kv_idx)
         return score
 
-    return composed
+    return limited(composed, *limits_of(*score_mods))

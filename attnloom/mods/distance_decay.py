@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
+from attnloom.masking.extent import limited
 from attnloom.mods.arguments import read_size
+from attnloom.mods.extent import of_heads
 
 
 def distance_decay(num_heads: int, *, device: torch.device | str | None = None) -> ScoreMod:
@@ -33,4 +35,4 @@ def distance_decay(num_heads: int, *, device: torch.device | str | None = None) 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + rate[h] * (q_idx - kv_idx).abs()
 
-    return score_mod
+    return limited(score_mod, *of_heads("distance_decay", "num_heads", heads))

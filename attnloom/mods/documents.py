@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
+from attnloom.masking.extent import Axis, Limit, limited
 from attnloom.masking.known_masks import document_mod, documents_of, packed_documents, packed_mod
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers
+from attnloom.mods.extent import of_table
 
 
 def documents(ids: Integers, kv_ids: Integers | None = None) -> MaskMod:
@@ -26,7 +30,15 @@ def documents(ids: Integers, kv_ids: Integers | None = None) -> MaskMod:
     of_queries = read_integers("ids", ids, 1, 2)
     of_keys = of_queries if kv_ids is None else read_integers("kv_ids", kv_ids, 1, 2)
     rows = [t[None] if t.dim() == 1 else t for t in (of_queries, of_keys)]
-    return document_mod(documents_of(*rows), None)
+    limits: list[Limit] = []
+    sides: tuple[tuple[str, torch.Tensor, Axis], ...] = (
+        ("ids", of_queries, "Q_LEN"),
+        ("ids" if kv_ids is None else "kv_ids", of_keys, "KV_LEN"),
+    )
+    for name, table, axis in sides:
+        along: tuple[Axis, ...] = ("batch", axis) if table.dim() == 2 else (axis,)
+        limits += of_table("documents", name, table, *along)
+    return limited(document_mod(documents_of(*rows), None), *limits)
 
 
 def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:

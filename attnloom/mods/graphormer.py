@@ -7,7 +7,9 @@ from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
 from attnloom.errors import ShapeError
+from attnloom.masking.extent import Axis, limited
 from attnloom.mods.arguments import check_floats, read_integers
+from attnloom.mods.extent import of_table
 
 
 def graphormer_spatial(distances: Tensor, table: Tensor) -> ScoreMod:
@@ -34,7 +36,10 @@ def graphormer_spatial(distances: Tensor, table: Tensor) -> ScoreMod:
         length = lengths[b, q_idx, kv_idx] if batched else lengths[q_idx, kv_idx]
         return score + table[length.long(), h]
 
-    return score_mod
+    leading: tuple[Axis, ...] = ("batch",) if batched else ()
+    limits = of_table("graphormer_spatial", "distances", lengths, *leading, "Q_LEN", "KV_LEN")
+    limits += of_table("graphormer_spatial", "table", table, "heads")
+    return limited(score_mod, *limits)
 
 
 def graphormer_edge(paths: Tensor, features: Tensor, weight: Tensor) -> ScoreMod:
@@ -80,4 +85,7 @@ def graphormer_edge(paths: Tensor, features: Tensor, weight: Tensor) -> ScoreMod
             total = total + share[at] * (values[b, edge, m, h] if batched else values[edge, m, h])
         return total
 
-    return score_mod
+    leading: tuple[Axis, ...] = ("batch",) if batched else ()
+    limits = of_table(name, "paths", edges, *leading, "Q_LEN", "KV_LEN", None)
+    limits += of_table(name, "weight", weight, "heads", None)
+    return limited(score_mod, *limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnloom.masking.extent import limited, limits_of
 from attnloom.masking.views import MaskMod
 from attnloom.mods.mod_kinds import check_kinds
 
@@ -20,7 +21,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~mask_mod(b, h, q_idx, kv_idx)
 
-    return mask
+    return limited(mask, *limits_of(mask_mod))
 
 
 def xor_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -37,4 +38,4 @@ def xor_masks(*mask_mods: MaskMod) -> MaskMod:
             kept = kept ^ mask_mod(b, h, q_idx, kv_idx)
         return kept
 
-    return xor_mask
+    return limited(xor_mask, *limits_of(*mask_mods))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnloom.masking.extent import LENGTHS, Axis, limited, limits_of
 from attnloom.mods.arguments import read_integers
+from attnloom.mods.extent import of_table
 from attnloom.mods.mod_kinds import Mod, kind_of_mod, on_positions
 
 
@@ -43,14 +45,21 @@ def logical_to_physical(
     def logical(b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, ...]:
         return b, look_up(tables[0], b, q_idx), look_up(tables[1], b, kv_idx)
 
+    limits = limits_of(mod, axes=("batch", "heads"))
+    for name, table, axis in zip(("q_positions", "kv_positions"), tables, LENGTHS, strict=True):
+        if table is not None:
+            along: tuple[Axis, ...] = ("batch", axis)[2 - table.dim() :]
+            limits += of_table("logical_to_physical", name, table, *along)
+
     if kind_of_mod(mod) == "score_mod":
-        return on_positions(
+        moved = on_positions(
             mod,
             lambda b, q_idx, kv_idx: tuple(x.clamp(min=0) for x in logical(b, q_idx, kv_idx)),
         )
+        return limited(moved, *limits)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         _, query, key = logical(b, q_idx, kv_idx)
         return (query >= 0) & (key >= 0) & mod(b, h, query, key)
 
-    return mask_mod
+    return limited(mask_mod, *limits)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import read_flags, read_size
+from attnloom.mods.extent import of_tokens
 
 
 def longformer(window_left: int, is_global: Tensor, window_right: int | None = None) -> MaskMod:
@@ -35,4 +37,4 @@ def longformer(window_left: int, is_global: Tensor, window_right: int | None = N
         distance = q_idx - kv_idx
         return ((distance >= -right) & (distance <= left)) | row[q_idx] | row[kv_idx]
 
-    return mask_mod
+    return limited(mask_mod, *of_tokens(name, "is_global", is_global))

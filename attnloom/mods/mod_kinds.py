@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attnloom.errors import ModError
+from attnloom.masking.extent import limited, limits_of
 from attnloom.tools.target import kind_of
 
 Mod = Callable[..., Any]
@@ -39,4 +40,5 @@ def on_positions(mod: Mod, place: Callable[..., tuple[Tensor, ...]]) -> Mod:
         entry, query, key = place(b, q_idx, kv_idx)
         return mod(score, entry, h, query, key)
 
-    return mask_mod if kind_of_mod(mod) == "mask_mod" else score_mod
+    moved = mask_mod if kind_of_mod(mod) == "mask_mod" else score_mod
+    return limited(moved, *limits_of(mod, axes=("batch", "heads")))

@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from attnloom.errors import ModError
+from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import read_canvas, read_sizes
+from attnloom.mods.extent import of_canvas
 from attnloom.mods.token_order import TokenOrder, axis_positions
 
 
@@ -74,7 +76,7 @@ def neighborhood(
         assert kept is not None
         return kept
 
-    return mask_mod
+    return limited(mask_mod, *of_canvas(name, sizes))
 
 
 def positions_in(

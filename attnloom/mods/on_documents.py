@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from attnloom.errors import OptionError
+from attnloom.masking.extent import limited, limits_of
 from attnloom.masking.known_masks import document_mod, documents_of, packed_documents, packed_mod
 from attnloom.mods.arguments import Integers, read_integers
+from attnloom.mods.extent import of_tokens
 from attnloom.mods.logical_to_physical import logical_to_physical
 from attnloom.mods.mod_kinds import Mod, kind_of_mod, on_positions
 
@@ -31,20 +33,25 @@ def on_documents(
     """
     kind = kind_of_mod(mod)
     if (cu_seqlens is None) == (ids is None):
-        raise OptionError("on_documents: give one of cu_seqlens and ids, and not both.")
+        given = "neither is given" if ids is None else "both are given"
+        raise OptionError(f"on_documents: {given}; exactly one of cu_seqlens and ids must be.")
     if ids is not None:
         rows = read_integers("ids", ids, 1, 2)
         found = documents_of(*(rows if rows.dim() == 2 else rows[None],) * 2)
+        limits = [*of_tokens("on_documents", "ids", rows), *limits_of(mod, axes=("batch", "heads"))]
         if kind == "mask_mod":
-            return document_mod(found, mod)
-        return logical_to_physical(mod, found.rank_q if rows.dim() == 2 else found.rank_q[0])
+            return limited(document_mod(found, mod), *limits)
+        ranks = found.rank_q if rows.dim() == 2 else found.rank_q[0]
+        return limited(logical_to_physical(mod, ranks), *limits)
     cu = read_integers("cu_seqlens", cu_seqlens, 1)  # type: ignore[arg-type]
     length = int(cu[-1]) if cu.numel() else 0
     ranges, tables = packed_documents(cu, cu, (length + (kind == "mask_mod"), length), causal=False)
     if kind == "mask_mod":
-        return packed_mod(ranges, tables, mod)
+        return limited(packed_mod(ranges, tables, mod), *limits_of(mod, axes=("heads",)))
     number, first, _ = tables
     number, first = number.int(), first.int()
-    return on_positions(
+    moved = on_positions(
         mod, lambda b, q_idx, kv_idx: (number[q_idx], q_idx - first[q_idx], kv_idx - first[kv_idx])
     )
+    # b is the number of a document there: limits on the batch are not the call's.
+    return limited(moved, *limits_of(mod, axes=("heads",)))

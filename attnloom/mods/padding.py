@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnloom.masking.extent import Axis, limited
 from attnloom.masking.views import MaskMod
-from attnloom.mods.arguments import Integers, read_flags, read_integers
+from attnloom.mods.arguments import Integers, check_values, read_flags, read_integers
+from attnloom.mods.extent import of_table
 
 
 def right_padding(lengths: Integers) -> MaskMod:
@@ -22,11 +24,12 @@ def right_padding(lengths: Integers) -> MaskMod:
     Source: the key padding mask of Vaswani et al. 2017, arXiv:1706.03762, in every implementation.
     """
     stop = read_integers("lengths", lengths, 1)
+    check_values("right_padding", "lengths", stop, stop >= 0, "a length is 0 or more")
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx < stop[b]
 
-    return mask_mod
+    return limited(mask_mod, *of_table("right_padding", "lengths", stop, "batch"))
 
 
 def left_padding(num_padding: Integers) -> MaskMod:
@@ -44,11 +47,12 @@ def left_padding(num_padding: Integers) -> MaskMod:
     Source: as `right_padding`.
     """
     start = read_integers("num_padding", num_padding, 1)
+    check_values("left_padding", "num_padding", start, start >= 0, "padding is 0 tokens or more")
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx >= start[b]
 
-    return mask_mod
+    return limited(mask_mod, *of_table("left_padding", "num_padding", start, "batch"))
 
 
 def key_padding(attention_mask: Tensor) -> MaskMod:
@@ -71,4 +75,5 @@ def key_padding(attention_mask: Tensor) -> MaskMod:
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kept[b, kv_idx] if batched else kept[kv_idx]
 
-    return mask_mod
+    leading: tuple[Axis, ...] = ("batch",) if batched else ()
+    return limited(mask_mod, *of_table("key_padding", "attention_mask", kept, *leading, "KV_LEN"))

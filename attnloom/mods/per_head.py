@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnloom.errors import ModError
+from attnloom.masking.extent import Limit, limited, limits_of
 from attnloom.mods.arguments import read_integers
 from attnloom.mods.mod_kinds import Mod, check_kinds, kind_of_mod
 
@@ -56,4 +57,7 @@ def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
             found = torch.where(number == place, mod(score, b, h, q_idx, kv_idx), found)
         return found
 
-    return mask_mod if kind == "mask_mod" else score_mod
+    name = "mods" if heads is None else "heads"
+    source = f"per_head: {name} has {chosen.numel()} elements"
+    limits = [Limit("heads", chosen.numel(), False, source), *limits_of(*mods)]
+    return limited(mask_mod if kind == "mask_mod" else score_mod, *limits)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
-from attnloom.mods.arguments import Integers, read_integers, read_size
+from attnloom.mods.arguments import Integers, check_values, read_integers, read_size
+from attnloom.mods.extent import of_table
 
 
 def prefix_lm(prefix_length: int | Integers) -> MaskMod:
@@ -26,6 +28,8 @@ def prefix_lm(prefix_length: int | Integers) -> MaskMod:
         by_batch = None
     else:
         length, by_batch = 0, read_integers("prefix_length", prefix_length, 0, 1)
+    if by_batch is not None:
+        check_values("prefix_lm", "prefix_length", by_batch, by_batch >= 0, "a length is 0 or more")
     batched = by_batch is not None and by_batch.dim() == 1
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -35,4 +39,6 @@ def prefix_lm(prefix_length: int | Integers) -> MaskMod:
             stop = by_batch[b] if batched else by_batch
         return (kv_idx < stop) | (q_idx >= kv_idx)
 
-    return mask_mod
+    if by_batch is None or not batched:
+        return mask_mod
+    return limited(mask_mod, *of_table("prefix_lm", "prefix_length", by_batch, "batch"))

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
 from attnloom.errors import ShapeError
+from attnloom.masking.extent import limited
 from attnloom.mods.arguments import check_floats
+from attnloom.mods.extent import of_table
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
@@ -35,4 +37,4 @@ def relative_bias(table: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + table[h, (q_idx - kv_idx).clamp(-reach, reach) + reach]
 
-    return score_mod
+    return limited(score_mod, *of_table("relative_bias", "table", table, "heads", None))

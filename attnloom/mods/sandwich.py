@@ -7,7 +7,9 @@ from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
 from attnloom.errors import ModError
+from attnloom.masking.extent import limited
 from attnloom.mods.arguments import read_size
+from attnloom.mods.extent import of_heads
 
 
 def sandwich(
@@ -51,4 +53,4 @@ def sandwich(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + ratio[h] * fall[(q_idx - kv_idx).abs().clamp(max=far)]
 
-    return score_mod
+    return limited(score_mod, *of_heads("sandwich", "num_heads", heads))

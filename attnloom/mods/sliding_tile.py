@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import read_canvas, read_odd, read_sizes
+from attnloom.mods.extent import of_canvas
 from attnloom.mods.neighborhood import positions_in
 from attnloom.mods.token_order import TokenOrder, tiled_order
 
@@ -51,4 +53,4 @@ def sliding_tile(canvas: Any, tile: Any, window: Any, order: TokenOrder | None =
             kept = near if kept is None else kept & near
         return kept if kept is not None else q_idx >= 0
 
-    return mask_mod
+    return limited(mask_mod, *of_canvas(name, sizes))

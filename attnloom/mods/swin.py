@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
-from attnloom.errors import ShapeError
+from attnloom.errors import ModError, ShapeError
+from attnloom.masking.arguments import shown
+from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import check_floats, read_canvas, read_sizes
+from attnloom.mods.extent import of_canvas, of_table
 
 
 def swin_window(canvas: Any, window: Any, shift: Any = 0) -> MaskMod:
@@ -29,7 +33,8 @@ def swin_window(canvas: Any, window: Any, shift: Any = 0) -> MaskMod:
     Source: Liu et al. 2021, arXiv:2103.14030, sec. 3.2.
     """
     name = "swin_window"
-    width = _width(name, canvas)
+    sizes = _image(name, canvas)
+    width = sizes[1]
     tall, wide = read_sizes(name, "window", window, 2)
     down, right = read_sizes(name, "shift", shift, 2, least=0)
 
@@ -38,7 +43,7 @@ def swin_window(canvas: Any, window: Any, shift: Any = 0) -> MaskMod:
         same_columns = (q_idx % width - right) // wide == (kv_idx % width - right) // wide
         return same_rows & same_columns
 
-    return mask_mod
+    return limited(mask_mod, *of_canvas(name, sizes))
 
 
 def swin_bias(canvas: Any, window: Any, table: Tensor) -> ScoreMod:
@@ -58,7 +63,8 @@ def swin_bias(canvas: Any, window: Any, table: Tensor) -> ScoreMod:
     Source: Liu et al. 2021, arXiv:2103.14030, sec. 3.2 (relative position bias).
     """
     name = "swin_bias"
-    width = _width(name, canvas)
+    sizes = _image(name, canvas)
+    width = sizes[1]
     tall, wide = read_sizes(name, "window", window, 2)
     check_floats(name, "table", table, 2)
     rows = (2 * tall - 1) * (2 * wide - 1)
@@ -73,8 +79,17 @@ def swin_bias(canvas: Any, window: Any, table: Tensor) -> ScoreMod:
         right = (q_idx % width - kv_idx % width).clamp(1 - wide, wide - 1) + (wide - 1)
         return score + table[down * (2 * wide - 1) + right, h]
 
-    return score_mod
+    limits = [*of_canvas(name, sizes), *of_table(name, "table", table, "heads")]
+    return limited(score_mod, *limits)
 
 
-def _width(factory: str, canvas: Any) -> int:
-    return read_sizes(factory, "canvas", read_canvas(factory, canvas), 2)[1]
+def _image(factory: str, canvas: Any) -> tuple[int, ...]:
+    sizes = read_canvas(factory, canvas)
+    if len(sizes) == 2:
+        return sizes
+    if not isinstance(canvas, Sequence):
+        return sizes * 2
+    raise ModError(
+        f"{factory}: canvas is {shown(canvas)}; an image has 2 axes. Give (height, width), or one "
+        "int for a square."
+    )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
 from attnloom.errors import ModError
+from attnloom.masking.extent import Limit, limited
 from attnloom.mods.arguments import check_floats, read_size
 
 
@@ -39,7 +40,8 @@ def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 12
         # The bucket of each distance is looked up by torch, outside the kernel.
         return score + table[buckets][distance + max_distance, h]
 
-    return score_mod
+    source = f"t5_bias: table has shape {list(table.shape)}, [num_buckets, Hq]"
+    return limited(score_mod, Limit("heads", table.shape[1], True, source))
 
 
 def t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:

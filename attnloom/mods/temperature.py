@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
+from attnloom.masking.extent import Axis, limited
 from attnloom.mods.arguments import check_floats
+from attnloom.mods.extent import of_table
 
 
 def head_temperature(temperature: Tensor) -> ScoreMod:
@@ -26,7 +28,7 @@ def head_temperature(temperature: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score / temperature[h]
 
-    return score_mod
+    return limited(score_mod, *of_table("head_temperature", "temperature", temperature, "heads"))
 
 
 def position_temperature(scale: Tensor) -> ScoreMod:
@@ -48,4 +50,5 @@ def position_temperature(scale: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score * (scale[h, q_idx] if headed else scale[q_idx])
 
-    return score_mod
+    leading: tuple[Axis, ...] = ("heads",) if headed else ()
+    return limited(score_mod, *of_table("position_temperature", "scale", scale, *leading, "Q_LEN"))

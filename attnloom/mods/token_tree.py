@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from attnloom.errors import ModError
+from attnloom.masking.extent import Axis, Limit, limited
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers, read_size
+from attnloom.mods.extent import of_table
 
 
 def token_tree(parents: Integers, prefix_length: int | Integers = 0) -> MaskMod:
@@ -46,7 +48,9 @@ def token_tree(parents: Integers, prefix_length: int | Integers = 0) -> MaskMod:
         first, stop = (t[b, key] if batched else t[key] for t in (enter, leave))
         return (node < 0) | ((node < count) & (query >= first) & (query < stop))
 
-    return mask_mod
+    leading: tuple[Axis, ...] = ("batch",) if batched else ()
+    limits = of_table("token_tree", "parents", tree, *leading, "Q_LEN")
+    return limited(mask_mod, *limits, *_prefix_limits("token_tree", prefix))
 
 
 def token_tree_from_bits(bits: Tensor, prefix_length: int | Integers = 0) -> MaskMod:
@@ -83,7 +87,9 @@ def token_tree_from_bits(bits: Tensor, prefix_length: int | Integers = 0) -> Mas
         word = words[(b, *at)] if batched else words[at]
         return (node < 0) | ((node < count) & ((word & power[node % width]) != 0))
 
-    return mask_mod
+    leading: tuple[Axis, ...] = ("batch",) if batched else ()
+    limits = of_table("token_tree_from_bits", "bits", words, *leading, "Q_LEN", None)
+    return limited(mask_mod, *limits, *_prefix_limits("token_tree_from_bits", prefix))
 
 
 def ancestor_bits(parents: Integers) -> Tensor:
@@ -133,3 +139,9 @@ def _read_prefix(factory: str, prefix_length: int | Integers) -> int | Tensor:
     if isinstance(prefix_length, int):
         return read_size(factory, "prefix_length", prefix_length)
     return read_integers("prefix_length", prefix_length, 1)
+
+
+def _prefix_limits(factory: str, prefix: int | Tensor) -> list[Limit]:
+    if isinstance(prefix, Tensor):
+        return of_table(factory, "prefix_length", prefix, "batch")
+    return []

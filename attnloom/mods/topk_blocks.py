@@ -17,8 +17,8 @@ def topk_blocks(block_scores: Tensor, k: int, block_size: int) -> MaskMod:
 
     Args:
         block_scores: [B, H, q_blocks, kv_blocks], [H, ...] or [q_blocks, kv_blocks], floating
-            point. What scores -inf is never chosen (the future, for causal attention), what scores
-            inf always (the query's own block), up to k.
+            point. What scores -inf (the future, for causal attention) or NaN is never chosen, what
+            scores inf always (the query's own block), up to k.
         k: blocks of keys, 1 or more; all if there are fewer.
         block_size: tokens of a block, 1 or more. For causal attention join with causal_mask.
     Returns:
@@ -33,6 +33,7 @@ def topk_blocks(block_scores: Tensor, k: int, block_size: int) -> MaskMod:
     check_floats(name, "block_scores", block_scores, 2, 3, 4)
     block_size = read_size(name, "block_size", block_size, 1)
     scores = block_scores.detach()
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
     count = min(read_size(name, "k", k, 1), scores.shape[-1])
     best = scores.topk(count, dim=-1)
     live = torch.zeros_like(scores, dtype=torch.bool)
@@ -44,7 +45,8 @@ def selected_blocks(indices: Integers, kv_len: int, block_size: int) -> MaskMod:
     """Each block of queries sees the blocks of keys that it is given.
 
     Args:
-        indices: [B, H, q_blocks, k], [H, ...] or [q_blocks, k] integers, in any order; -1 for none.
+        indices: [B, H, q_blocks, k], [H, ...] or [q_blocks, k] integers, in any order; negative
+            for none.
         kv_len: tokens of the key, 0 or more.
         block_size: tokens of a block, 1 or more.
     Returns:

@@ -78,7 +78,7 @@ ERRORS = {
     "flags": (
         lambda: mods.longformer(2, FLOATS),
         ModError,
-        "longformer: is_global is a tensor of shape [4, 4]; it must be a bool tensor [S] or "
+        "longformer: is_global is torch.float32 of shape [4, 4]; it must be a bool tensor [S] or "
         "[B, S], one flag a token.",
     ),
     "floats": (
@@ -128,7 +128,7 @@ ERRORS = {
     "cap": (
         lambda: mods.softcap(0),
         ModError,
-        "softcap: cap is 0; it must be a number above 0.",
+        "softcap: cap is 0; it must be a finite number above 0.",
     ),
     "summary": (
         lambda: mods.fixed_sparse(8, 9),
@@ -166,7 +166,49 @@ ERRORS = {
     "documents twice": (
         lambda: mods.on_documents(mods.causal_mask, ids=[0], cu_seqlens=[0, 1]),
         OptionError,
-        "on_documents: give one of cu_seqlens and ids, and not both.",
+        "on_documents: both are given; exactly one of cu_seqlens and ids must be.",
+    ),
+    "neither": (
+        lambda: mods.on_documents(mods.causal_mask),
+        OptionError,
+        "on_documents: neither is given; exactly one of cu_seqlens and ids must be.",
+    ),
+    "an empty list": (
+        lambda: mods.token_tree([]),
+        ShapeError,
+        "parents is empty; it must hold at least one integer.",
+    ),
+    "a negative length": (
+        lambda: mods.right_padding([3, -1]),
+        ModError,
+        "right_padding: lengths[1] is -1; a length is 0 or more.",
+    ),
+    "a negative prefix": (
+        lambda: mods.prefix_lm([-1, 2]),
+        ModError,
+        "prefix_lm: prefix_length[0] is -1; a length is 0 or more.",
+    ),
+    "no flag": (
+        lambda: mods.longformer(2, torch.tensor([0, 2])),
+        ModError,
+        "longformer: is_global[1] is 2; a flag is 0 or 1.",
+    ),
+    "no image": (
+        lambda: mods.swin_window((4, 4, 4), 2),
+        ModError,
+        "swin_window: canvas is (4, 4, 4); an image has 2 axes. Give (height, width), or one int "
+        "for a square.",
+    ),
+    "no scale": (
+        lambda: mods.latent_rope(torch.zeros(1, 1, 4, 2), torch.zeros(1, 4, 2), None),
+        ModError,
+        "latent_rope: scale is None; it must be a finite number.",
+    ),
+    "many features": (
+        lambda: mods.latent_rope(torch.zeros(1, 1, 4, 300), torch.zeros(1, 4, 300), 1.0),
+        ShapeError,
+        "latent_rope: q_rope has 300 features; a mod reduces up to 256 for a score. Append them to "
+        "query and key as further features instead.",
     ),
 }
 
