@@ -101,7 +101,9 @@ _GROUPS = [
     ("dilated_by_head", WIDE),  # a list of blocks for each head
     ("document_unsorted_per_batch", SIZES),
     ("relative_bias", SIZES),  # a gradient for each score
-    ("row_and_column", SIZES),  # for each query and each key
+    ("row_and_column", SIZES),  # for each query, once doubled, and each key
+    ("rbf_bias", SIZES),  # for each head, along a captured row
+    ("low_rank_dot", SIZES),  # for each query and each key, along a captured row
     ("pair_bias", SIZES),  # a store for each score
 ]
 

@@ -97,6 +97,12 @@ def test_key_batch_of_one_sums_its_gradient_over_the_batch() -> None:
     check_gradients(Case("causal", replace(SIZES, B=3), kv_batch=1), False)
 
 
+@pytest.mark.parametrize("mod", ["row_and_column", "full_bias"])
+def test_captured_gradients_where_batch_entries_share_keys(mod: str) -> None:
+    sizes = replace(SIZES, B=2, Q_LEN=9, KV_LEN=17)
+    check_gradients(Case(mod, sizes, kv_batch=1), False)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3])
 def test_scale(scale: float) -> None:
     check_gradients(Case("causal", SIZES, scale=scale), False)
