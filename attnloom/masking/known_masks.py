@@ -339,6 +339,15 @@ def check_integer(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> No
         )
 
 
+def check_cumulative(name: str, cu: torch.Tensor) -> None:
+    """Raises OptionError unless integers [documents + 1] start at 0 and never decrease."""
+    if cu.numel() < 1 or int(cu[0]) != 0 or bool((cu.diff() < 0).any()):
+        raise OptionError(
+            f"{name} starts with {cu[:4].tolist()}; cumulative lengths start at 0 and never "
+            "decrease. For lengths use torch.nn.functional.pad(lengths.cumsum(0), (1, 0))."
+        )
+
+
 def packed_documents(
     cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: tuple[int, int], causal: bool
 ) -> tuple[KeyRanges, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -349,11 +358,7 @@ def packed_documents(
     """
     q_len, kv_len = lengths
     for name, cu, length in (("cu_q", cu_q, q_len), ("cu_kv", cu_kv, kv_len)):
-        if cu.numel() < 1 or int(cu[0]) != 0 or bool((cu.diff() < 0).any()):
-            raise OptionError(
-                f"{name} starts with {cu[:4].tolist()}; cumulative lengths start at 0 and never "
-                "decrease. For lengths use torch.nn.functional.pad(lengths.cumsum(0), (1, 0))."
-            )
+        check_cumulative(name, cu)
         if int(cu[-1]) > length:
             raise ShapeError(f"{name} ends at {int(cu[-1])}, beyond the length {length}.")
     if cu_q.numel() != cu_kv.numel():

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from attnloom.masking.extent import Axis, Limit, limited
-from attnloom.masking.known_masks import document_mod, documents_of, packed_documents, packed_mod
+from attnloom.masking.known_masks import (
+    check_cumulative,
+    document_mod,
+    documents_of,
+    packed_documents,
+    packed_mod,
+)
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers
 from attnloom.mods.extent import of_table
@@ -57,5 +63,6 @@ def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:
     """
     cu = read_integers("cu_seqlens", cu_seqlens, 1)
     length = int(cu[-1]) if cu.numel() else 0
+    check_cumulative("cu_seqlens", cu)
     # One more query, which belongs to no document, is what indices beyond the last are clamped to.
     return packed_mod(*packed_documents(cu, cu, (length + 1, length), causal=False), None)

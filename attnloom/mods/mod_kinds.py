@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import CO_VARARGS
 from typing import Any
 
 from torch import Tensor
 
+from attnloom.block_mask import BlockMask
 from attnloom.errors import ModError
 from attnloom.masking.extent import limited, limits_of
 from attnloom.tools.target import kind_of
@@ -19,14 +21,31 @@ def kind_of_mod(mod: Mod) -> str:
     return kind_of(mod, getattr(mod, "__name__", type(mod).__name__))
 
 
+def check_functions(factory: str, mods: Sequence[Mod], what: str) -> None:
+    """Raises ModError for what is often given in place of mods."""
+    for place, mod in enumerate(mods):
+        if isinstance(mod, (list, tuple, BlockMask)):
+            raise ModError(
+                f"{factory}: argument {place} is a {type(mod).__name__}; every argument must be a "
+                f"{what}. Pass the functions themselves, not a list of them or a BlockMask."
+            )
+
+
 def check_kinds(factory: str, mods: Sequence[Mod], kind: str) -> None:
     """Raises ModError unless all mods are of one kind."""
+    check_functions(factory, mods, kind)
     for place, mod in enumerate(mods):
-        if kind_of_mod(mod) != kind:
+        if not _takes_any(mod) and kind_of_mod(mod) != kind:
             raise ModError(
                 f"{factory}: argument {place} is {getattr(mod, '__qualname__', mod)!r}, a "
                 f"{kind_of_mod(mod)}; every argument must be a {kind}."
             )
+
+
+def _takes_any(mod: Mod) -> bool:
+    """Whether it takes any number of arguments, and so is of either kind."""
+    code = getattr(mod, "__code__", None)
+    return code is not None and not code.co_argcount and bool(code.co_flags & CO_VARARGS)
 
 
 def on_positions(mod: Mod, place: Callable[..., tuple[Tensor, ...]]) -> Mod:

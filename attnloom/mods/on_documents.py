@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from attnloom.errors import OptionError
 from attnloom.masking.extent import limited, limits_of
-from attnloom.masking.known_masks import document_mod, documents_of, packed_documents, packed_mod
+from attnloom.masking.known_masks import (
+    check_cumulative,
+    document_mod,
+    documents_of,
+    packed_documents,
+    packed_mod,
+)
 from attnloom.mods.arguments import Integers, read_integers
 from attnloom.mods.extent import of_tokens
 from attnloom.mods.logical_to_physical import logical_to_physical
@@ -44,6 +50,7 @@ def on_documents(
         ranks = found.rank_q if rows.dim() == 2 else found.rank_q[0]
         return limited(logical_to_physical(mod, ranks), *limits)
     cu = read_integers("cu_seqlens", cu_seqlens, 1)  # type: ignore[arg-type]
+    check_cumulative("cu_seqlens", cu)
     length = int(cu[-1]) if cu.numel() else 0
     ranges, tables = packed_documents(cu, cu, (length + (kind == "mask_mod"), length), causal=False)
     if kind == "mask_mod":

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnloom.errors import ModError
 from attnloom.masking.extent import Limit, limited, limits_of
 from attnloom.mods.arguments import read_integers
-from attnloom.mods.mod_kinds import Mod, check_kinds, kind_of_mod
+from attnloom.mods.mod_kinds import Mod, check_functions, check_kinds, kind_of_mod
 
 
 def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
@@ -31,6 +31,7 @@ def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
     """
     if not mods:
         raise ModError("per_head: there are no mods; give one or more.")
+    check_functions("per_head", mods, "mod")
     kind = kind_of_mod(mods[0])
     check_kinds("per_head", mods, kind)
     chosen = read_integers("heads", range(len(mods)) if heads is None else heads, 1)

@@ -15,7 +15,7 @@ from attnloom.masking.captures import captured_tensors
 from attnloom.masking.views import MaskMod
 from attnloom.plots.cells import Kind, colours_of, token_kinds
 from attnloom.plots.panels import draw_image, key_of_kinds, label_axes, panels, read_labels, rule
-from attnloom.plots.region import Heads, Region, Span, read_heads, read_span
+from attnloom.plots.region import Heads, Region, Span, check_inside, read_heads, read_span
 from attnloom.tools.lengths import axis_lengths
 from attnloom.trace.tracer import trace_mask
 
@@ -73,6 +73,10 @@ def plot_mask(
         block_mask: BlockMask | None = mask
         mask_mod, (rows, columns) = mask.mask_mod, mask.seq_lengths
         told = mask.lists().num_heads
+        batches, count = (1, 1, *mask.shape)[-4:-2]
+        check_inside("batch", read_int("batch", batch), batches)
+        for head in read_heads(heads, told):
+            check_inside("heads", head, count)
     else:
         mask_mod = mask
         rows, columns = given_lengths(q_len, kv_len)

@@ -86,7 +86,7 @@ def check_mod(
     """Compare flex_attention under a score_mod, a mask_mod or both with the float64 oracle.
 
     Inputs are drawn in `dtype`. Each result may be about twice as far from the oracle as attention
-    written by hand in the same dtype, see `attnloom/tools/budget.py`.
+    written by hand in the same dtype, see docs/concepts/numerics.md.
 
     Args:
         score_mod, mask_mod: as flex_attention and create_block_mask take them. What they capture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnloom import mods
+from attnloom import create_block_mask, mods
 from attnloom.errors import AttnloomError, DtypeError, ModError, OptionError, ShapeError
 
 FLOATS = torch.zeros(4, 4)
@@ -172,6 +172,24 @@ ERRORS = {
         lambda: mods.on_documents(mods.causal_mask),
         OptionError,
         "on_documents: neither is given; exactly one of cu_seqlens and ids must be.",
+    ),
+    "a list of mods": (
+        lambda: mods.per_head([mods.causal_mask, mods.causal_mask]),
+        ModError,
+        "per_head: argument 0 is a list; every argument must be a mod. Pass the functions "
+        "themselves, not a list of them or a BlockMask.",
+    ),
+    "a BlockMask": (
+        lambda: mods.xor_masks(create_block_mask(mods.causal_mask, None, None, 16, 16)),
+        ModError,
+        "xor_masks: argument 0 is a BlockMask; every argument must be a mask_mod. Pass the "
+        "functions themselves, not a list of them or a BlockMask.",
+    ),
+    "no beginning": (
+        lambda: mods.documents_from_cu_seqlens([1, 3]),
+        OptionError,
+        "cu_seqlens starts with [1, 3]; cumulative lengths start at 0 and never decrease. For "
+        "lengths use torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).",
     ),
     "an empty list": (
         lambda: mods.token_tree([]),

@@ -146,3 +146,8 @@ def test_learned_numbers_get_their_gradient(make: Callable[[Any], Any]) -> None:
         assert grad.shape == (1,) and grad.abs() > 1e-4
         found.append(grad)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_of_any_arguments_is_of_either_kind() -> None:
+    later = create_block_mask(mods.not_mask(lambda *a: a[2] >= a[3]), None, None, 20, 20).to_mask()
+    assert torch.equal(later, ~create_block_mask(CAUSAL, None, None, 20, 20).to_mask())
