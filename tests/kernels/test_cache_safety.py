@@ -18,7 +18,7 @@ import torch
 import attnloom
 from attnloom.backends.cpu import build, cache, toolchain
 from attnloom.backends.cpu.forks import threads_lost
-from attnloom.errors import CacheError
+from attnloom.errors import CacheError, CompileError
 from attnloom.stats import compile_stats, reset_compile_stats
 
 ROOT = Path(__file__).parents[2]
@@ -298,6 +298,25 @@ def test_headers_replaced_while_the_process_runs(
     monkeypatch.setattr(build, "KERNELS", tmp_path)
     source = '#include "simd.h"\n#include "args.h"\n' + SOURCE % 35
     assert build.load_source(source).answer() == 35
+
+
+def test_the_key_covers_every_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools, store = toolchain.available(), cache.shared_cache()
+    assert tools is not None
+    before = build._key(SOURCE, (), tools, store)
+    for name, text in build._headers().items():
+        changed = {**build._headers(), name: text + "\n"}
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "_headers", lambda found=changed: found)
+            assert build._key(SOURCE, (), tools, store) != before, name
+
+
+def test_a_launcher_of_another_layout_is_a_compile_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was started before the header was replaced packs other words."""
+    monkeypatch.setattr(build, "ARGS_BYTES", build.ARGS_BYTES + 8)
+    spec = build.KernelSpec("forward", None, None, defines=(("TILE_M", 40),))
+    with pytest.raises(CompileError, match="start Python again"):
+        build.kernel(spec)
 
 
 def _in_child(spec: build.KernelSpec) -> None:

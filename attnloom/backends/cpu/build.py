@@ -17,6 +17,7 @@ from pathlib import Path
 
 from attnloom.backends.cpu import cache, toolchain
 from attnloom.backends.cpu.emit import emit_fragments
+from attnloom.backends.cpu.launch_args import ARGS_BYTES
 from attnloom.backends.cpu.toolchain import Toolchain
 from attnloom.errors import CacheError, CompileError
 from attnloom.ir.node import Program
@@ -91,6 +92,7 @@ def compose(spec: KernelSpec) -> str:
     defines = (
         ("REAL_IS_DOUBLE", int(spec.real == "double")),
         ("WIDE_INTS", int(spec.wide_ints)),
+        ("ARGS_BYTES", ARGS_BYTES),
         *spec.defines,
     )
     lines = [f"#define {name} {value}" for name, value in defines]

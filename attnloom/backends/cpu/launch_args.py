@@ -27,6 +27,7 @@ _NO_OPERAND = (0,) * _OPERAND
 _TENSOR_ARG = struct.Struct("17q")  # TensorArg: data, size[8], stride[8]
 _MAX_RANK = 8
 _ARGS = struct.Struct(f"{8 * _OPERAND + 4 + 2 + 7 + 8 + 7 + 5 + 3 + 3 + 2}qd")
+ARGS_BYTES = _ARGS.size
 _INT64 = 1 << 63
 
 Words = tuple[int, ...]

@@ -72,6 +72,12 @@ struct AttentionArgs {
     double scale;
 };
 
+// What the launcher packs. An interpreter that imported it before an upgrade replaced this header
+// gets an error from the compiler, and no kernel that reads its words in other places.
+#ifdef ARGS_BYTES
+static_assert(sizeof(AttentionArgs) == ARGS_BYTES, "attnloom was replaced: start Python again");
+#endif
+
 INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
 INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
