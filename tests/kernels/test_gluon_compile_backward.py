@@ -70,7 +70,7 @@ def test_causal(head_dim: int) -> None:
         assert made[name].spills == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_soft_capping_keeps_its_derivative_and_not_its_score() -> None:
     made = compiled(make_call(128, score_mod=softcap, mask_mod=causal, q_len=2048, kv_len=2048))
     main = made["backward_kernel"]
@@ -79,7 +79,7 @@ def test_soft_capping_keeps_its_derivative_and_not_its_score() -> None:
     assert main.text.count("tanh.approx") == main.text.count("ex2.approx")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_learned_slope_adds_once_a_head() -> None:
     slope = torch.zeros(32, requires_grad=True)
     call = make_call(
@@ -117,12 +117,12 @@ def additions(ptx: str) -> list[tuple[str, str]]:
         # a lane of a warp has 16 of 64 queries and two of 64 keys
         (lambda s, b, h, q, kv: s * SCALES[h, q] + BIASES[kv], 16 + 2),
         pytest.param(
-            lambda s, b, h, q, kv: s * (FEATURES[h] * FEATURES[h]).sum(), 1, marks=pytest.mark.slow
+            lambda s, b, h, q, kv: s * (FEATURES[h] * FEATURES[h]).sum(), 1, marks=pytest.mark.long
         ),
         pytest.param(
             lambda s, b, h, q, kv: s * (KEY_FEATURES[kv] * KEY_FEATURES[kv]).sum(),
             2,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["query and key", "reduction", "reduction by key"],

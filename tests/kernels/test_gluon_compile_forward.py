@@ -101,7 +101,7 @@ def test_forward(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int)
     check(D, score, mask, dtype, spills)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("D", "score", "mask", "dtype", "spills"), REST)
 def test_other_forwards(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
     check(D, score, mask, dtype, spills)

@@ -97,7 +97,7 @@ def test_an_element_for_each_score_is_stored() -> None:
     assert num_atomics(made) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_100", "gfx942"])
 def test_other_targets_fit(target: str) -> None:
     call = make_call(128, score_mod=softcap, mask_mod=causal, q_len=512, kv_len=512)
@@ -107,7 +107,7 @@ def test_other_targets_fit(target: str) -> None:
         assert (made[name].spills or 0) <= 384
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_deterministic_gradients_compile() -> None:
     table = learned((32, 1024))
     call = make_call(
@@ -121,7 +121,7 @@ def test_deterministic_gradients_compile() -> None:
     assert ".add.u64" in made.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(512, torch.bfloat16), (256, torch.float32)], ids=str
 )

@@ -38,7 +38,7 @@ def test_interpreted(name: str) -> None:
     interpret(name, "not slow")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_interpreted_slow(name: str) -> None:
     interpret(name, "slow")
