@@ -11,12 +11,10 @@ No step waits for the device: sizes are those of the given lists.
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from attnloom.backends.gluon.configs_forward import ROWS
-from attnloom.backends.triton.lists import is_capturing
+from attnloom.backends.triton.lists import remembered
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
 
@@ -24,23 +22,12 @@ FLAG_BITS = 6
 LIMIT = 1 << 24  # entries beyond which the sort takes more memory than it is worth
 
 MergedLists = tuple[torch.Tensor, torch.Tensor, tuple[float, ...]]
-_cache: dict[tuple[object, ...], MergedLists] = {}
 
 
 def merged_lists(blocks: BlockLists, consumers: int) -> MergedLists:
     """(entries, work, steps) as backends.triton.lists.WorkLists describes the last two; computed
     once a mask and number of consumers."""
-    tensors = (blocks.row_offsets, blocks.entries)
-    key = (id(tensors[0]), id(tensors[1]), consumers, blocks.q_len, blocks.kv_len)
-    found = _cache.get(key)
-    if found is None:
-        found = _merge(blocks, consumers)
-        if is_capturing(tensors[0]):
-            return found  # its memory belongs to a graph, which fills it at replay
-        _cache[key] = found
-        for tensor in tensors:
-            weakref.finalize(tensor, _cache.pop, key, None)
-    return found
+    return remembered(_merge, blocks, consumers)
 
 
 def _merge(blocks: BlockLists, consumers: int) -> MergedLists:

@@ -67,12 +67,12 @@ _cache: dict[tuple[object, ...], Any] = {}
 
 def work_lists(blocks: BlockLists, tile_m: int) -> WorkLists:
     """WorkLists of a mask for row tiles of tile_m queries; computed once a mask and tile size."""
-    return _remembered(_derive_work, blocks, tile_m)
+    return remembered(_derive_work, blocks, tile_m)
 
 
 def group_lists(blocks: BlockLists, group: int) -> GroupLists:
     """GroupLists of a mask for groups of `group` query heads; computed once a mask and group."""
-    return _remembered(_derive_groups, blocks, group)
+    return remembered(_derive_groups, blocks, group)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
@@ -80,13 +80,16 @@ def is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _remembered(derive: Callable[[BlockLists, int], Any], blocks: BlockLists, size: int) -> Any:
+def remembered(derive: Callable[..., Any], blocks: BlockLists, *sizes: int) -> Any:
+    """derive(blocks, *sizes), computed once while the tensors of the lists live; what it gives must
+    not hold them."""
     # Parts of a mask may share one of the two tensors, so that both make the key.
     tensors = (blocks.row_offsets, blocks.entries)
-    key = (derive, id(tensors[0]), id(tensors[1]), size, blocks.q_len, blocks.kv_len)
+    shape = (blocks.q_len, blocks.kv_len, blocks.q_block, blocks.kv_block)
+    key = (derive, id(tensors[0]), id(tensors[1]), *sizes, *shape)
     found = _cache.get(key)
     if found is None:
-        found = derive(blocks, size)
+        found = derive(blocks, *sizes)
         if is_capturing(tensors[0]):
             return found  # its memory belongs to a graph, which fills it at replay
         _cache[key] = found

@@ -28,7 +28,8 @@ _MOST_BLOCKS = 1 << 14
 # Of the scores in the given blocks, as many as a refinement may keep to be worth it.
 _WORTH = 0.9
 
-_cache: dict[tuple[object, ...], BlockLists] = {}
+# None where the given blocks stay: an entry must not hold the lists that end it.
+_cache: dict[tuple[object, ...], BlockLists | None] = {}
 
 
 def refined(call: AttentionCall) -> AttentionCall:
@@ -47,14 +48,14 @@ def refined(call: AttentionCall) -> AttentionCall:
         mask.numbers,
         *[(id(t), -1 if t.is_inference() else t._version) for t in mask.tensors],
     )
-    found = _cache.get(key)
-    if found is None:
+    if key not in _cache:
         if is_capturing(blocks.entries):
             return call  # to count tiles is to wait for the device
-        found = _cache[key] = _refined(mask, blocks)
+        _cache[key] = _refined(mask, blocks)
         for tensor in (blocks.row_offsets, blocks.entries, *mask.tensors):
             weakref.finalize(tensor, _cache.pop, key, None)
-    return call if found is blocks else replace(call, blocks=found)
+    found = _cache[key]
+    return call if found is None else replace(call, blocks=found)
 
 
 def _has_few(blocks: BlockLists) -> bool:
@@ -64,11 +65,11 @@ def _has_few(blocks: BlockLists) -> bool:
     )
 
 
-def _refined(mask: BoundProgram, blocks: BlockLists) -> BlockLists:
+def _refined(mask: BoundProgram, blocks: BlockLists) -> BlockLists | None:
     if not tells_apart(mask, blocks):
-        return blocks
+        return None
     with torch.no_grad():
         found = refine(mask, blocks, SIDE)
     scores = blocks.entries.numel() * blocks.q_block * blocks.kv_block
     worth = 0 < found.entries.numel() * SIDE * SIDE <= _WORTH * scores
-    return found if worth else blocks
+    return found if worth else None

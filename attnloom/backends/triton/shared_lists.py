@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from attnloom.backends.triton.lists import _remembered
+from attnloom.backends.triton.lists import remembered
 from attnloom.block_mask import BlockLists
 
 
 def lists_of_groups(blocks: BlockLists, group: int) -> BlockLists:
     """A mask with one head for each `group`: a block is full where it is full for all of them, and
     live where it is for one. Computed once a mask and group."""
-    return _remembered(_join_heads, blocks, group)
+    return remembered(_join_heads, blocks, group)
 
 
 def _join_heads(blocks: BlockLists, group: int) -> BlockLists:

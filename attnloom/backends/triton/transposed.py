@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
 
-from attnloom.backends.triton.lists import is_capturing
+from attnloom.backends.triton.lists import remembered
 from attnloom.block_mask import BlockLists
 
 
@@ -20,23 +19,9 @@ class TransposedLists:
     offsets: torch.Tensor
 
 
-_cache: dict[tuple[int, ...], TransposedLists] = {}
-
-
 def transposed_lists(blocks: BlockLists) -> TransposedLists:
     """The transposed lists of a mask; computed once a mask, without waiting for the device."""
-    tensors = (blocks.row_offsets, blocks.entries)
-    # parts of a mask may share one of the two tensors, so that both make the key
-    key = (id(tensors[0]), id(tensors[1]), blocks.q_len, blocks.kv_len, blocks.q_block)
-    found = _cache.get(key)
-    if found is None:
-        found = _transpose(blocks)
-        if is_capturing(tensors[0]):
-            return found  # its memory belongs to a graph, which fills it at replay
-        _cache[key] = found
-        for tensor in tensors:
-            weakref.finalize(tensor, _cache.pop, key, None)
-    return found
+    return remembered(_transpose, blocks)
 
 
 def _transpose(blocks: BlockLists) -> TransposedLists:
