@@ -8,6 +8,22 @@
 
 #include "args.h"
 
+// While it lives, results below the smallest normal number become zero; operands are left alone.
+// Probabilities of far keys are such results, and Intel's cores take 150 cycles for each: ALiBi's
+// backward at S=2048 took 370 ms instead of 94.
+struct FlushToZero {
+#if defined(__x86_64__)
+    u32 before;
+
+    FlushToZero() {
+        asm volatile("stmxcsr %0" : "=m"(before));
+        u32 flushing = before | 0x8000;
+        asm volatile("ldmxcsr %0" : : "m"(flushing) : "memory");
+    }
+    ~FlushToZero() { asm volatile("ldmxcsr %0" : : "m"(before) : "memory"); }
+#endif
+};
+
 // body(worker, task): `worker` names private scratch; tasks are drawn in ascending order.
 template <class Body> struct TaskQueue {
     const Body& body;
@@ -18,6 +34,7 @@ template <class Body> struct TaskQueue {
     static void work(i64 begin, i64 end, void* context) {
         TaskQueue& queue = *(TaskQueue*)context;
         narrow_overflow() = 0;
+        FlushToZero scope;
         for (i64 worker = begin; worker < end; worker++) {
             for (;;) {
                 i64 task = __atomic_fetch_add(&queue.next, 1, __ATOMIC_RELAXED);
