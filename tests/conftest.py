@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+# Idle threads of torch sleep: several test processes share the cores, and waiting by spinning,
+# OpenMP's default, takes those from each other (on two of them, twice the processor time). Read
+# once, when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 
