@@ -59,7 +59,8 @@ def _flex(
     )
 
 
-def _attnloom(backend: str, case: GpuCase, learned: torch.Tensor | None) -> Attention:
+def attention_of(backend: str, case: GpuCase, learned: torch.Tensor | None = None) -> Attention:
+    """attnloom's attention of a case."""
     function = attnloom.flex_attention
     if backend != "auto":
         function = functools.partial(function, kernel_options={"backend": backend})
@@ -117,8 +118,8 @@ def _fa4(case: GpuCase, learned: torch.Tensor | None) -> Attention | None:
 
 
 CONTENDERS: dict[str, Contender] = {
-    "attnloom": Contender(functools.partial(_attnloom, "auto")),
-    "triton": Contender(functools.partial(_attnloom, "triton")),
+    "attnloom": Contender(functools.partial(attention_of, "auto")),
+    "triton": Contender(functools.partial(attention_of, "triton")),
     "torch-flex": Contender(functools.partial(_torch_flex, {})),
     "flex-flash": Contender(_flex_flash),
     "sdpa-flash": Contender(functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION)),

@@ -4,24 +4,11 @@ backward_shared.py."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attnloom.backends.gluon.backward_shared import (
-    HALF,
-    KEYS,
-    LINES,
-    entries_of,
-    phase_of,
-    put,
-    slot_of,
-    unit_of,
-)
-
-
-@gluon.jit
-def _box(tile, ROWS: gl.constexpr, COLS: gl.constexpr, cfg: gl.constexpr):
-    """A tile as the descriptors of [B, H, L, D] tensors see it."""
-    return tile._reinterpret(cfg.OPERAND, [1, 1, ROWS, COLS], gl.NVMMASharedLayout(128, 16, 4))
+from attnloom.backends.gluon import builtins as bi
+from attnloom.backends.gluon.backward_shared import HALF, KEYS, LINES, entries_of, unit_of
+from attnloom.backends.gluon.rings import box, phase_of, put, slot_of
 
 
 @gluon.jit
@@ -36,20 +23,20 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg: gl.c
     put(mem.tags.index(slot), row * 2 + partial)
     put(mem.lines.index(n & (LINES - 1)), line)
     mbarrier.expect(full, M * cfg.D * 2 + M * 4)
-    q_box = _box(mem.q.index(slot), M, cfg.D, cfg)
-    tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], full, q_box)
-    tma.async_copy_global_to_shared(stats, [0, line], full, _line(mem.lse.index(slot), cfg))
+    q_box = box(mem.q.index(slot), M, cfg.D, cfg)
+    bi.async_load(q_desc, [b, h, row, 0], full, q_box)
+    bi.async_load(stats, [0, line], full, _line(mem.lse.index(slot), cfg))
     full = mem.do_full.index(slot)
     mbarrier.wait(mem.do_empty.index(slot), phase)
     mbarrier.expect(full, M * cfg.DV * 2 + M * 4)
-    do_box = _box(mem.dout.index(slot), M, cfg.DV, cfg)
-    tma.async_copy_global_to_shared(do_desc, [b, h, row, 0], full, do_box)
-    tma.async_copy_global_to_shared(stats, [1, line], full, _line(mem.delta.index(slot), cfg))
+    do_box = box(mem.dout.index(slot), M, cfg.DV, cfg)
+    bi.async_load(do_desc, [b, h, row, 0], full, do_box)
+    bi.async_load(stats, [1, line], full, _line(mem.delta.index(slot), cfg))
 
 
 @gluon.jit
 def _line(row, cfg: gl.constexpr):
-    return row._reinterpret(gl.float32, [1, cfg.TILE_M], gl.NVMMASharedLayout(0, 32, 2))
+    return bi.reinterpret(row, gl.float32, [1, cfg.TILE_M], gl.NVMMASharedLayout(0, 32, 2))
 
 
 @gluon.jit
@@ -58,10 +45,10 @@ def load_steps(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexp
     mbarrier.expect(mem.kv_full, 2 * HALF * (cfg.D + cfg.DV) * 2)
     for i in gl.static_range(2):
         row = at.start + i * HALF
-        k_box = _box(mem.k.index(i), HALF, cfg.D, cfg)
-        v_box = _box(mem.v.index(i), HALF, cfg.DV, cfg)
-        tma.async_copy_global_to_shared(k_desc, [at.b_kv, at.h_kv, row, 0], mem.kv_full, k_box)
-        tma.async_copy_global_to_shared(v_desc, [at.b_kv, at.h_kv, row, 0], mem.kv_full, v_box)
+        k_box = box(mem.k.index(i), HALF, cfg.D, cfg)
+        v_box = box(mem.v.index(i), HALF, cfg.DV, cfg)
+        bi.async_load(k_desc, [at.b_kv, at.h_kv, row, 0], mem.kv_full, k_box)
+        bi.async_load(v_desc, [at.b_kv, at.h_kv, row, 0], mem.kv_full, v_box)
     # keys past KV_LEN are zeros, whose exponents may be infinite
     overhangs = (at.start + KEYS > at.kv_len).to(gl.int32) if cfg.HAS_TAIL else 0
     n = 0

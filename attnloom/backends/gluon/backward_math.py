@@ -20,14 +20,6 @@ from attnloom.backends.gluon.backward_shared import HALF
 
 
 @gluon.jit
-def exp2_fast(x):
-    """2**x; results below 2**-126 are 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def contexts(score_args, mask_args, b, h, keys, first, kv_offset, cfg: gl.constexpr):
     """What fragments know of a head and of a consumer's keys, the first of them `first`."""
     score = (score_args, 0, 0)

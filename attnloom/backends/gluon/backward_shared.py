@@ -3,8 +3,7 @@
 Glossary, beyond backends/triton/backward.py
     consumer     a warpgroup (4 warps) that owns HALF of a program's 128 keys
     step         TILE_M queries of one head against the program's keys
-    ring         STAGES slots that steps take in turn, with a barrier for full and one for empty
-    slot, phase  of the n-th step: n & (STAGES - 1), and the parity of how often that was used
+    ring, slot, phase    see rings.py
     tag          of a step: its first query * 2 + whether the mask is to be applied
     line         of a step: where its row statistics and its part of dq start, in rows
 """
@@ -203,25 +202,3 @@ def all_steps(at, cfg: gl.constexpr):
         for unit in range(0, at.units):
             total += steps_of(at, unit, cfg)
     return total
-
-
-@gluon.jit
-def slot_of(n, cfg: gl.constexpr):
-    return n & (cfg.STAGES - 1)
-
-
-@gluon.jit
-def phase_of(n, cfg: gl.constexpr):
-    return (n >> cfg.LOG_STAGES) & 1
-
-
-@gluon.jit
-def put(dst, value):
-    """A scalar to shared memory, by a warp of its own."""
-    dst.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def get(src):
-    """A scalar from shared memory, by a warpgroup."""
-    return gl.sum(src.load(gl.BlockedLayout([1], [32], [4], [0])), 0)

@@ -29,7 +29,6 @@ from attnloom.backends.gluon.backward_load import load_steps
 from attnloom.backends.gluon.backward_math import (
     contexts,
     dscores,
-    exp2_fast,
     first_sums,
     masked,
     modified,
@@ -41,13 +40,12 @@ from attnloom.backends.gluon.backward_shared import (
     LINES,
     all_steps,
     allocate,
-    get,
     locate,
-    phase_of,
-    slot_of,
     steps_of,
     unit_of,
 )
+from attnloom.backends.gluon.builtins import async_store, exp2_fast
+from attnloom.backends.gluon.rings import box, get, phase_of, slot_of
 from attnloom.backends.triton.device_math import whole32
 
 # the same under its older name
@@ -252,10 +250,7 @@ def _leave(desc, tile, acc, at, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
     tile.store(acc.to(cfg.OPERAND))
     fence_async_shared()
     _barrier()
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    tma.async_copy_shared_to_global(
-        desc, [at.b_kv, at.h_kv, row, 0], tile._reinterpret(cfg.OPERAND, [1, 1, HALF, WIDTH], box)
-    )
+    async_store(desc, [at.b_kv, at.h_kv, row, 0], box(tile, HALF, WIDTH, cfg))
 
 
 @gluon.jit

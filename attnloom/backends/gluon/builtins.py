@@ -1,12 +1,14 @@
 """Operations that Gluon's compiler has and its language does not export.
 
-Each is a builtin as Triton's own are: it sees the compiler's semantic object at compile time.
+A `builtin` is one as Triton's own are: it sees the compiler's semantic object at compile time.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -29,3 +31,11 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
     """Shared memory with another shape and layout; the method's name depends on the version."""
     found = getattr(memory, "reinterpret", None) or memory._reinterpret
     return found(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def exp2_fast(x):
+    """2**x; results below 2**-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )

@@ -19,7 +19,9 @@ STEP = 64  # queries of a step
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """stages: of the rings. The others: see backward_sm90.py and fields_backward.py."""
+    """stages: of the rings. narrow: 64-bit captured integers that fit are held in 32 bits
+    (layouts.py; not seen on a device yet). The others: see backward_sm90.py and fields_backward.py.
+    """
 
     stages: int
     dq_apart: bool
@@ -28,6 +30,7 @@ class Form:
     registers: int
     dq_registers: int = 72
     load_registers: int = 24
+    narrow: bool = False
 
 
 _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)

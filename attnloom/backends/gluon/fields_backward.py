@@ -3,60 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
-from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.configs_backward import KEYS, STEP, Form, width_of
 from attnloom.backends.gluon.emit_grad import gradient_fragment
+from attnloom.backends.gluon.fields import Sm90Config, shared_fields
 from attnloom.backends.gluon.fields_forward import form_of, scales_of
-from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
 from attnloom.backends.gluon.score_form import ScoreForm
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.arguments import is_aligned
 from attnloom.backends.triton.captured import sinks_form
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.emit_grad import Sinks, gradient_of, is_tame
-from attnloom.backends.triton.fields import target_of, triton_type
+from attnloom.backends.triton.fields import target_of
 from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import Program
 
 
-@dataclass(frozen=True, repr=False)
-class BackwardSm90Config(KernelConfig):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class BackwardSm90Config(Sm90Config):
     """Everything that backward_kernel is compiled for; glossaries: backward_sm90.py and
     backward_shared.py.
 
-    D, DV: head dimensions as tiles cover them. SUB: steps in a block of queries of the mask.
+    SUB: of a block of queries. HAS_SCORE, HAS_BIAS, UNSCALED: without parts if HAS_SINKS.
     TILES_PER_BLOCK: programs in a block of keys. SAME_LISTS: all units have the same live blocks.
     BY_HEAD: fragments tell heads apart, or captured gradients are summed by head.
-    HAS_SCORE, HAS_BIAS, UNSCALED: as in fields_forward.py; without parts if HAS_SINKS.
-    NEEDS_QUERIES: consumers ask which queries a step has. HAS_TAIL: the last program's keys reach
-        past KV_LEN. MAY_MASK: HAS_MASK or HAS_TAIL.
+    NEEDS_QUERIES: consumers ask which queries a step has.
     HAS_SINKS: captured gradients. SLOPE_FIRST: there are none, and the derivative by the score is
         computed with the score. FINITE_SLOPE: it is finite where scores are.
-    REGISTERS, DQ_REGISTERS, LOAD_REGISTERS: a thread, of consumers after the first, of the
-        warpgroup of dq, of the producer.
+    DQ_REGISTERS: a thread, of the warpgroup of dq.
     """
 
     TILE_M: int
-    STAGES: int
-    LOG_STAGES: int
-    D: int
-    DV: int
-    OPERAND: gl.dtype
-    SUB: int
     TILES_PER_BLOCK: int
     SAME_LISTS: bool
-    HAS_LISTS: bool
-    HAS_SCORE: bool
-    HAS_BIAS: bool
-    UNSCALED: bool
-    HAS_MASK: bool
-    HAS_TAIL: bool
-    MAY_MASK: bool
     NEEDS_QUERIES: bool
     BY_HEAD: bool
     HAS_SINKS: bool
@@ -65,20 +47,7 @@ class BackwardSm90Config(KernelConfig):
     DQ_APART: bool
     EARLY: bool
     FOLD: bool
-    REGISTERS: int
     DQ_REGISTERS: int
-    LOAD_REGISTERS: int
-    SCORE_HEAD: JITFunction | None = None
-    SCORE_ROW: JITFunction | None = None
-    SCORE_COLUMN: JITFunction | None = None
-    SCORE_BODY: JITFunction | None = None
-    BIAS_HEAD: JITFunction | None = None
-    BIAS_SLOPE: JITFunction | None = None
-    BIAS_AT: JITFunction | None = None
-    MASK_HEAD: JITFunction | None = None
-    MASK_ROW: JITFunction | None = None
-    MASK_COLUMN: JITFunction | None = None
-    MASK_BODY: JITFunction | None = None
     GRAD_HEAD: JITFunction | None = None
     GRAD_ROW: JITFunction | None = None
     GRAD_COLUMN: JITFunction | None = None
@@ -153,10 +122,6 @@ class Mods:
     def inner(self) -> Program | None:
         return None if self.score is None else self.score.inner
 
-    @property
-    def bias(self) -> Program | None:
-        return None if self.score is None else self.score.bias
-
 
 def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Config:
     """The configuration of the main kernel in one form."""
@@ -165,26 +130,22 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     units = query.size(0) // key.size(0) * (query.size(1) // key.size(1))
     has_tail = key.size(2) % KEYS != 0
     may_mask = call.mask is not None or has_tail
-    has_score, has_bias = mods.inner is not None, mods.bias is not None
     exact = call.options.exact_math
+    widths = width_of(query.size(3)), width_of(value.size(3))
+    shared = shared_fields(call, mods.score, widths, stages=form.stages, narrow=form.narrow)
+    has_score = shared["HAS_SCORE"]
+    if mods.inner is not None:
+        shared |= gradient_fragment(mods.inner, target_of(call), exact, mods.sinks)
     return BackwardSm90Config(
+        **shared,
         TILE_M=STEP,
-        STAGES=form.stages,
-        LOG_STAGES=form.stages.bit_length() - 1,
-        D=width_of(query.size(3)),
-        DV=width_of(value.size(3)),
-        OPERAND=triton_type(query.dtype),
         SUB=1 if blocks is None else blocks.q_block // STEP,
         TILES_PER_BLOCK=1 if blocks is None else blocks.kv_block // KEYS,
         SAME_LISTS=blocks is None or blocks.num_batches * blocks.num_heads == 1,
-        HAS_LISTS=blocks is not None,
-        HAS_SCORE=has_score,
-        HAS_BIAS=has_bias,
         UNSCALED=mods.unscaled,
-        HAS_MASK=call.mask is not None,
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,
-        NEEDS_QUERIES=may_mask or has_score or has_bias,
+        NEEDS_QUERIES=may_mask or has_score or shared["HAS_BIAS"],
         BY_HEAD=units > 1 and (mods.sinks is not None or tells_heads_apart(call)),
         HAS_SINKS=mods.sinks is not None,
         SLOPE_FIRST=has_score and mods.sinks is None,
@@ -195,21 +156,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         LOAD_REGISTERS=form.load_registers,
-        **_fragments(call, mods),
     )
-
-
-def _fragments(call: AttentionCall, mods: Mods) -> dict[str, Any]:
-    target = target_of(call)
-    found: dict[str, Any] = {}
-    if call.mask is not None:
-        found |= mask_fragment(call.mask.program, target).fields("MASK")
-    if mods.inner is not None:
-        found |= score_fragment(mods.inner, target).fields("SCORE")
-        found |= gradient_fragment(mods.inner, target, call.options.exact_math, mods.sinks)
-    if mods.bias is not None:
-        found |= bias_fragment(mods.bias, target).fields()
-    return found
 
 
 def tells_heads_apart(call: AttentionCall) -> bool:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from triton.experimental.gluon import language as gl
-from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.configs_forward import Form, width_of
 from attnloom.backends.gluon.emit import column_values
-from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
+from attnloom.backends.gluon.fields import Sm90Config, mask_target, shared_fields
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.device_math import LOG2_E
-from attnloom.backends.triton.fields import target_of, triton_type
-from attnloom.ir.node import Axes, BoundProgram, DType
+from attnloom.backends.triton.emit import Target
+from attnloom.backends.triton.layouts import is_narrow
+from attnloom.ir.node import Axes, BoundProgram, DType, Program
 
 _COLUMN_TYPES = {
     DType.BOOL: gl.int8,
@@ -27,62 +26,35 @@ _COLUMN_TYPES = {
 _MAX_COLUMNS = 2
 
 
-@dataclass(frozen=True, repr=False)
-class ForwardSm90Config(KernelConfig):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ForwardSm90Config(Sm90Config):
     """Everything that forward_kernel is compiled for; glossaries: forward_sm90.py and
     forward_shared.py.
 
-    D, DV: head dimensions as tiles cover them. SUB: steps in a block of keys of the mask.
+    SUB: of a block of keys. MAY_MASK: any of HAS_MASK, HAS_TAIL, APART.
     APART: consumers of a tile may have different live blocks.
-    HAS_SCORE, HAS_BIAS: the score_mod has an inner part, and a linear bias (score_form.py).
-    HAS_TAIL: the last step reaches past KV_LEN. MAY_MASK: any of HAS_MASK, HAS_TAIL, APART.
     NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
-    UNSCALED: x is the raw product. BAKED: FACTOR and BASE are literals.
-    OUT_IN_Q: results leave from where the queries were.
+    BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
+    AHEAD: see forward_load.py.
     """
 
     CONSUMERS: int
     TILE_N: int
-    STAGES: int
-    LOG_STAGES: int
     Q_STAGES: int
     OVERLAP: bool
     OUT_IN_Q: bool
-    REGISTERS: int
-    LOAD_REGISTERS: int
-    D: int
-    DV: int
-    OPERAND: gl.dtype
-    SUB: int
-    HAS_LISTS: bool
+    AHEAD: bool
     APART: bool
-    HAS_SCORE: bool
-    HAS_BIAS: bool
-    HAS_MASK: bool
-    HAS_TAIL: bool
-    MAY_MASK: bool
     NEEDS_KEYS: bool
     MAY_BE_EMPTY: bool
     NUM_COLUMNS: int
     COLUMN0: gl.dtype
     COLUMN1: gl.dtype
     WANT_MAX: bool
-    UNSCALED: bool
     BAKED: bool
     FACTOR: float
     BASE: float
-    SCORE_HEAD: JITFunction | None = None
-    SCORE_ROW: JITFunction | None = None
-    SCORE_COLUMN: JITFunction | None = None
-    SCORE_BODY: JITFunction | None = None
-    BIAS_HEAD: JITFunction | None = None
-    BIAS_SLOPE: JITFunction | None = None
-    BIAS_AT: JITFunction | None = None
-    MASK_HEAD: JITFunction | None = None
-    MASK_ROW: JITFunction | None = None
-    MASK_COLUMN: JITFunction | None = None
-    MASK_BODY: JITFunction | None = None
 
     __hash__ = KernelConfig.__hash__
 
@@ -125,32 +97,25 @@ def config_of(
     has_tail = key.size(2) % (form.tile_n if blocks is None else blocks.kv_block) != 0
     apart = blocks is not None and form.is_apart(blocks.q_block)
     may_mask = call.mask is not None or has_tail or apart
-    has_score = score is not None and score.inner is not None
-    has_bias = score is not None and score.bias is not None
-    columns = looked_up(call.mask)
+    columns = looked_up(call.mask, mask_target(call, form.narrow))
     load = form.column_registers if columns else (form.registers, form.load_registers)
+    widths = width_of(query.size(3)), width_of(value.size(3))
+    shared = shared_fields(call, score, widths, stages=form.stages, narrow=form.narrow)
     return ForwardSm90Config(
+        **shared,
         CONSUMERS=form.consumers,
         TILE_N=form.tile_n,
-        STAGES=form.stages,
-        LOG_STAGES=form.stages.bit_length() - 1,
         Q_STAGES=form.q_stages,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
+        AHEAD=form.ahead,
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],
-        D=width_of(query.size(3)),
-        DV=width_of(value.size(3)),
-        OPERAND=triton_type(query.dtype),
         SUB=1 if blocks is None else blocks.kv_block // form.tile_n,
-        HAS_LISTS=blocks is not None,
         APART=apart,
-        HAS_SCORE=has_score,
-        HAS_BIAS=has_bias,
-        HAS_MASK=call.mask is not None,
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,
-        NEEDS_KEYS=may_mask or has_score or has_bias,
+        NEEDS_KEYS=may_mask or shared["HAS_SCORE"] or shared["HAS_BIAS"],
         MAY_BE_EMPTY=blocks is not None,
         NUM_COLUMNS=len(columns),
         COLUMN0=columns[0] if columns else gl.int32,
@@ -160,34 +125,44 @@ def config_of(
         BAKED=scales.baked,
         FACTOR=scales.factor if scales.baked else 0.0,
         BASE=scales.base if scales.baked else 0.0,
-        **_fragments(call, score),
     )
 
 
-def looked_up(mask: BoundProgram | None) -> tuple[gl.dtype, ...]:
+def looked_up(mask: BoundProgram | None, target: Target) -> tuple[gl.dtype, ...]:
     """Types of the values of keys that a mask looks up, as a warp of its own leaves them for the
-    consumers; none if it looks up nothing by key alone, or more values than there is room for."""
+    consumers; none if it looks up nothing by key alone, or more values than there is room for.
+    target: of the mask's fragment."""
     if mask is None:
         return ()
     program = mask.program
-    columns = [program.nodes[i] for i in column_values(program)]
+    columns = column_values(program)
     loads = any(
         node.op == "load" and axes & Axes.KV and not axes & Axes.Q
         for node, axes in zip(program.nodes, program.axes, strict=True)
     )
-    types = tuple(_COLUMN_TYPES.get(node.dtype) for node in columns)
+    types = tuple(
+        gl.int32 if holds_32_bits(program, i, target) else _COLUMN_TYPES.get(program.nodes[i].dtype)
+        for i in columns
+    )
     if not loads or len(types) > _MAX_COLUMNS or None in types:
         return ()
     return types  # type: ignore[return-value]
 
 
-def _fragments(call: AttentionCall, score: ScoreForm | None) -> dict[str, Any]:
-    target = target_of(call)
-    found: dict[str, Any] = {}
-    if score is not None and score.inner is not None:
-        found |= score_fragment(score.inner, target).fields("SCORE")
-    if score is not None and score.bias is not None:
-        found |= bias_fragment(score.bias, target).fields()
-    if call.mask is not None:
-        found |= mask_fragment(call.mask.program, target).fields("MASK")
-    return found
+def holds_32_bits(program: Program, index: int, target: Target) -> bool:
+    """Whether a fragment computes a 64-bit node from 32-bit values alone: positions and constants,
+    unless the target is wide, and captured integers that fit."""
+    if target.wide or program.nodes[index].dtype is not DType.I64 or not target.layouts:
+        return False
+    stack = [index]
+    while stack:
+        node = program.nodes[stack.pop()]
+        if node.op == "load":
+            slot = int(node.attr)  # type: ignore[call-overload]
+            if node.dtype is DType.I64 and not is_narrow(target.layouts, slot):
+                return False
+        elif node.op in ("number", "cast"):
+            return False  # of a type of its own
+        else:
+            stack.extend(node.args)
+    return True

@@ -10,14 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attnloom.backends.gluon.forward_shared import (
-    all_full,
-    get,
-    key_tile,
-    phase_of,
-    slot_of,
-    take_job,
-)
+from attnloom.backends.gluon.forward_shared import all_full, key_tile, take_job
+from attnloom.backends.gluon.rings import get, phase_of, slot_of
 
 
 @gluon.jit

@@ -11,17 +11,10 @@ SliceLayout(1, L) and one of keys SliceLayout(0, L). Glossary: forward_shared.py
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnloom.backends.gluon.builtins import exp2_fast
 from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import ROWS, key_tile
 from attnloom.backends.triton.device_math import LN_2
-
-
-@gluon.jit
-def exp2_fast(x):
-    """2**x; results below 2**-126 are 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit

@@ -3,8 +3,7 @@
 Glossary, beyond backends/triton/forward.py
     consumer     a warpgroup (4 warps) that owns ROWS queries of a tile
     step         TILE_N keys and values against the tile's queries
-    ring         STAGES slots that steps take in turn, with a barrier for full and one for empty
-    slot, phase  of the n-th step: n & (STAGES - 1), and the parity of how often that was used
+    ring, slot, phase    see rings.py
     tag          of a step: key tile * 2 + whether the mask is to be applied; APART: as an entry of
                  merged_lists.py, with the key tile in place of the block
     job          of a tile: its number (-1: no more), b * Hq + h, its number of steps
@@ -123,16 +122,6 @@ def allocate(cfg: gl.constexpr):
 
 
 @gluon.jit
-def slot_of(n, cfg: gl.constexpr):
-    return n & (cfg.STAGES - 1)
-
-
-@gluon.jit
-def phase_of(n, cfg: gl.constexpr):
-    return (n >> cfg.LOG_STAGES) & 1
-
-
-@gluon.jit
 def query_slot(n, consumer, cfg: gl.constexpr):
     """Where a consumer's queries of the n-th tile lie."""
     return (n & (cfg.Q_STAGES - 1)) * cfg.CONSUMERS + consumer
@@ -193,15 +182,3 @@ def all_full(tag, cfg: gl.constexpr):
         return (tag & ((1 << FLAG_BITS) - 1)) == (42 if cfg.CONSUMERS == 3 else 10)
     else:
         return (tag & 1) == 0
-
-
-@gluon.jit
-def put(dst, value):
-    """A scalar to shared memory, by a warp of its own."""
-    dst.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def get(src):
-    """A scalar from shared memory."""
-    return gl.sum(src.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)

@@ -44,14 +44,12 @@ from attnloom.backends.gluon.forward_math import (
 from attnloom.backends.gluon.forward_shared import (
     ROWS,
     allocate,
-    get,
     is_full,
-    phase_of,
     query_phase,
     query_slot,
-    slot_of,
     take_job,
 )
+from attnloom.backends.gluon.rings import box, get, phase_of, slot_of
 from attnloom.backends.triton.device_math import whole32
 
 
@@ -149,9 +147,14 @@ def _overlapped_tile(
     acc, p = warpgroup_mma_wait(0, [acc, p])
     mbarrier.arrive(mem.v_empty.index(last), pred=live)
     if cfg.MAY_BE_EMPTY:
-        acc = gl.where(live, acc, 0.0)
-        m_i = gl.where(live, m_i, float("-inf"))
-        l_i = gl.where(live, l_i, 0.0)
+        if cfg.AHEAD:
+            # a branch, in place of a selection for each register of every tile
+            if steps == 0:
+                acc, m_i, l_i = empty_state(L, OUT, cfg)
+        else:
+            acc = gl.where(live, acc, 0.0)
+            m_i = gl.where(live, m_i, float("-inf"))
+            l_i = gl.where(live, l_i, 0.0)
     return acc, m_i, l_i, n
 
 
@@ -193,8 +196,7 @@ def _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT: gl.constexpr,
     tma.store_wait(0)
     space.store(result)
     fence_async_shared()
-    box = bi.reinterpret(space, cfg.OPERAND, [1, 1, ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 4))
-    bi.async_store(out_desc, [b, h, row, 0], box)
+    bi.async_store(out_desc, [b, h, row, 0], box(space, ROWS, cfg.DV, cfg))
     log_sum, natural = log_sums(m_i, l_i, base)
     at = unit.to(gl.int64) * q_len + queries
     gl.store(lse + at, log_sum, mask=queries < q_len)
@@ -234,6 +236,10 @@ def consume(
         else:
             acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, CONSUMER, L, OUT, cfg)
         place = (b, h, unit, row, queries, q_len)
+        num_tiles += 1
+        if cfg.AHEAD:
+            # waited for and taken apart while results leave
+            following = take_job(mem, num_tiles)
         if cfg.OUT_IN_Q:
             space = bi.reinterpret(q, cfg.OPERAND, [ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 2))
             _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT, cfg)
@@ -243,8 +249,9 @@ def consume(
             mbarrier.arrive(mem.q_empty.index(slot))
             space = mem.out.index(CONSUMER)
             _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT, cfg)
-        num_tiles += 1
-        tile, unit, steps = take_job(mem, num_tiles)
+        if not cfg.AHEAD:
+            following = take_job(mem, num_tiles)
+        tile, unit, steps = following
     tma.store_wait(0)
 
 

@@ -155,6 +155,11 @@ def is_narrow(layouts: Layouts, slot: int) -> bool:
     return bool(layouts) and layouts[slot][0] == "n"
 
 
+def elements_only(layouts: Layouts) -> Layouts:
+    """What layouts say of elements; nothing of where they lie, for tiles of other sizes."""
+    return tuple(text[0] + "-" * (len(text) - 1) for text in layouts)
+
+
 # id of a tensor -> its version when it was looked at, and what was found
 _ranges: dict[int, tuple[int, bool]] = {}
 

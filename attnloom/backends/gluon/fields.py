@@ -1,0 +1,99 @@
+"""What the Gluon kernels of both phases are compiled for: operands, rings, and a call's mods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
+
+from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
+from attnloom.backends.gluon.score_form import ScoreForm
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton.config import KernelConfig
+from attnloom.backends.triton.emit import Target
+from attnloom.backends.triton.fields import target_of, triton_type
+from attnloom.backends.triton.layouts import elements_only, mask_layouts
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Sm90Config(KernelConfig):
+    """The fields that both phases have.
+
+    STAGES: slots of a ring. REGISTERS: a thread, of consumers after the first; LOAD_REGISTERS: of
+        the producer.
+    D, DV: head dimensions as tiles cover them. SUB: steps in a block of the mask.
+    HAS_SCORE, HAS_BIAS: the score_mod has an inner part, and a linear bias (score_form.py).
+    HAS_TAIL: the last keys of a tile are past KV_LEN. MAY_MASK: some tiles are masked.
+    UNSCALED: x is the raw product.
+    """
+
+    STAGES: int
+    LOG_STAGES: int
+    REGISTERS: int
+    LOAD_REGISTERS: int
+    D: int
+    DV: int
+    OPERAND: gl.dtype
+    SUB: int
+    HAS_LISTS: bool
+    HAS_SCORE: bool
+    HAS_BIAS: bool
+    HAS_MASK: bool
+    HAS_TAIL: bool
+    MAY_MASK: bool
+    UNSCALED: bool
+    SCORE_HEAD: JITFunction | None = None
+    SCORE_ROW: JITFunction | None = None
+    SCORE_COLUMN: JITFunction | None = None
+    SCORE_BODY: JITFunction | None = None
+    BIAS_HEAD: JITFunction | None = None
+    BIAS_SLOPE: JITFunction | None = None
+    BIAS_AT: JITFunction | None = None
+    MASK_HEAD: JITFunction | None = None
+    MASK_ROW: JITFunction | None = None
+    MASK_COLUMN: JITFunction | None = None
+    MASK_BODY: JITFunction | None = None
+
+    __hash__ = KernelConfig.__hash__
+
+
+def mask_target(call: AttentionCall, narrow: bool) -> Target:
+    """What the mask's fragment may use. narrow: 64-bit integers that fit are held in 32 bits."""
+    target = target_of(call)
+    return target.reading(elements_only(mask_layouts(call))) if narrow else target
+
+
+def shared_fields(
+    call: AttentionCall,
+    score: ScoreForm | None,
+    widths: tuple[int, int],
+    *,
+    stages: int,
+    narrow: bool,
+) -> dict[str, Any]:
+    """Those that both phases find alike. score: the parts of the call's score_mod. widths: D, DV.
+    narrow: see mask_target."""
+    target = target_of(call)
+    inner = None if score is None else score.inner
+    bias = None if score is None else score.bias
+    fragments: dict[str, Any] = {}
+    if inner is not None:
+        fragments |= score_fragment(inner, target).fields("SCORE")
+    if bias is not None:
+        fragments |= bias_fragment(bias, target).fields()
+    if call.mask is not None:
+        fragments |= mask_fragment(call.mask.program, mask_target(call, narrow)).fields("MASK")
+    return {
+        "STAGES": stages,
+        "LOG_STAGES": stages.bit_length() - 1,
+        "D": widths[0],
+        "DV": widths[1],
+        "OPERAND": triton_type(call.query.dtype),
+        "HAS_LISTS": call.blocks is not None,
+        "HAS_SCORE": inner is not None,
+        "HAS_BIAS": bias is not None,
+        "HAS_MASK": call.mask is not None,
+        **fragments,
+    }

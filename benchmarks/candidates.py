@@ -1,0 +1,211 @@
+"""Ways to run kernels that no device has shown right, or faster, yet: what gpu_candidates.py tries.
+
+One that wins becomes the choice of the table that its change names, with an entry in docs/log.md,
+and leaves this list; so does one that loses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+from attnloom.backends.gluon import configs_backward, configs_forward
+from attnloom.backends.triton.configs import Tile
+from benchmarks.gpu_cases import GpuCase
+
+_UNLIMITED = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GluonForward:
+    """A form of configs_forward.py."""
+
+    form: configs_forward.Form
+    backend: str = "gluon"
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the backend's forward runs so."""
+        from attnloom.backends.gluon import launch_forward
+
+        with (
+            mock.patch.object(launch_forward, "_ready", self._known),
+            mock.patch.object(launch_forward, "_in_order", lambda call, fixed: (self.form,)),
+        ):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class GluonBackward:
+    """A form of configs_backward.py, whatever it spills."""
+
+    form: configs_backward.Form
+    backend: str = "gluon"
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the backend's backward runs so."""
+        from attnloom.backends.gluon import launch_backward, ready_backward
+
+        with (
+            mock.patch.object(ready_backward, "_ready", self._known),
+            mock.patch.object(ready_backward, "form_of", lambda operands: self.form),
+            mock.patch.object(launch_backward, "FEW_SPILLS", _UNLIMITED),
+        ):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class PortableForward:
+    """A tile of configs.py."""
+
+    tile: Tile
+    backend: str = "triton"
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the portable forward runs so."""
+        from attnloom.backends.triton import launch_forward
+
+        with (
+            mock.patch.object(launch_forward, "_ready", self._known),
+            mock.patch.object(launch_forward, "_tiles", lambda call: (self.tile,)),
+        ):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class PortableBackward:
+    """Tiles of the key and the row kernel of triton/configs_backward.py."""
+
+    keys: Tile
+    rows: Tile
+    backend: str = "triton"
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the portable backward runs so."""
+        from attnloom.backends.triton import configs_backward as tables
+        from attnloom.backends.triton import ready_backward
+
+        with (
+            mock.patch.object(ready_backward, "_ready", self._known),
+            mock.patch.object(tables, "key_tiles", lambda device, shape: (self.keys,)),
+            mock.patch.object(tables, "row_tiles", lambda device, shape: (self.rows,)),
+        ):
+            yield
+
+
+Change = GluonForward | GluonBackward | PortableForward | PortableBackward
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """change: to what `auto` runs. spills: bytes a thread, as compiled for sm_90 (Triton 3.6), the
+    most of its kernels. why: what it may save."""
+
+    name: str
+    change: Change
+    cases: tuple[GpuCase, ...]
+    spills: int
+    why: str
+
+    @property
+    def phase(self) -> str:
+        backward = isinstance(self.change, GluonBackward | PortableBackward)
+        return "backward" if backward else "forward"
+
+
+_WIDE = configs_forward.forms(128, 128, 128)[0]
+_NARROW = configs_forward.forms(64, 64, 128)[0]
+_KEYS_WIDE = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
+_FOLDED = configs_backward.form_for(128, 128, may_mask=False, may_fold=True)
+
+_DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
+_LONG_DOCUMENTS = GpuCase("documents12", 4, 16, 16, 8192, 8192, 128)
+_SHORT = GpuCase("causal", 16, 16, 16, 2048, 2048, 128)
+_CAUSAL = GpuCase("causal", 4, 16, 16, 8192, 8192, 128)
+_FULL = GpuCase("full", 4, 16, 16, 8192, 8192, 128)
+_CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
+_CAUSAL_96 = GpuCase("causal", 4, 16, 16, 8192, 8192, 96)
+_CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
+
+CANDIDATES = (
+    Candidate(
+        "narrow ids",
+        GluonForward(replace(_WIDE, narrow=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        24,
+        "65 of 409 instructions of a masked step, 24 bytes spilled",
+    ),
+    Candidate(
+        "tiles drawn ahead",
+        GluonForward(replace(_WIDE, ahead=True)),
+        (_DOCUMENTS, _SHORT, _CAUSAL, _FULL),
+        32,
+        "a fence, a draw and two divisions before a tile's first copy",
+    ),
+    Candidate(
+        "narrow ids, tiles drawn ahead",
+        GluonForward(replace(_WIDE, narrow=True, ahead=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        24,
+        "both",
+    ),
+    Candidate(
+        "tiles drawn ahead, D=64",
+        GluonForward(replace(_NARROW, narrow=True, ahead=True)),
+        (_CAUSAL_64,),
+        24,
+        "as at D=128; three consumers",
+    ),
+    Candidate(
+        "sums started from -lse and -delta",
+        GluonBackward(_FOLDED),
+        (_SHORT, _CAUSAL),
+        32,
+        "two additions a score and 20 bytes spilled; 15% without a mask",
+    ),
+    Candidate(
+        "Gluon backward, D=96 in 128",
+        GluonBackward(_KEYS_WIDE),
+        (_CAUSAL_96,),
+        56,
+        "5 products of 128 columns take less than 7 of 96",
+    ),
+    Candidate(
+        "Gluon backward, D=96 in 128, from -lse and -delta",
+        GluonBackward(_FOLDED),
+        (_CAUSAL_96,),
+        32,
+        "both",
+    ),
+    Candidate(
+        "D=192 keys, steps of 32 queries",
+        PortableBackward(Tile(32, 128, 8, 3), Tile(128, 64, 8, 2)),
+        (_CAUSAL_192,),
+        0,
+        "a third stage fits, and 31 registers are free",
+    ),
+    Candidate(
+        "D=192 rows, steps of 32 keys",
+        PortableBackward(Tile(64, 128, 8, 2), Tile(128, 32, 8, 3)),
+        (_CAUSAL_192,),
+        0,
+        "a third stage fits",
+    ),
+    Candidate(
+        "D=192 forward, steps of 32 keys",
+        PortableForward(Tile(128, 32, 8, 4)),
+        (_CAUSAL_192,),
+        0,
+        "four stages in 147 KB, where three of 64 keys take 197",
+    ),
+)

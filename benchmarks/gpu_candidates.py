@@ -1,0 +1,251 @@
+"""Candidates (candidates.py) beside what `auto` runs, on a CUDA device: right first, then fast.
+
+python -m benchmarks.gpu_candidates --json FILE [--only TEXT ...] [--limit S] [--budget S]
+
+Every candidate and case has a process of its own with a time limit: one that hangs or faults is a
+row of the table, and the next one runs. Errors are those of accuracy.py, the largest of the
+results', in parts per million of the float64 oracle, which a candidate may miss by a tenth more than
+the kernels it is compared with; `repeats` launches of many tiles a program must give the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnloom.backends.reference import reference_attention
+from benchmarks import rows as rows_module
+from benchmarks import tables
+from benchmarks.accuracy import Tensors, relative_errors, with_gradients
+from benchmarks.gpu import alternate
+from benchmarks.gpu_cases import DEVICE, GpuCase
+from benchmarks.gpu_peers import Attention, attention_of
+
+LIMIT_S = 90.0
+_REPEATS = 5
+_WORSE, _NOISE_PPM = 1.1, 50.0
+_AGREEMENT = 3e-2  # of two bf16 results, over the largest element
+_RESULT = "candidate result: "
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of one candidate on one case. verdict: right, wrong, failed or hung; of the
+    first alone there are times. detail: what was wrong, or the last line of a failure."""
+
+    candidate: str
+    case: str
+    phase: str
+    verdict: str
+    detail: str = ""
+    ours_ms: float | None = None
+    seen_ms: float | None = None
+    error_ppm: float | None = None
+    seen_error_ppm: float | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """Time of the kernels in use over the candidate's."""
+        return None if not self.ours_ms or self.seen_ms is None else self.seen_ms / self.ours_ms
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Try candidates, print a table, write JSON; 0 if one of them was right."""
+    args = _parser().parse_args(argv)
+    if args.one:
+        print(_RESULT + json.dumps(asdict(try_one(*args.one))))
+        return 0
+    trials: list[Trial] = []
+    start = time.perf_counter()
+    for candidate, case, phase in _chosen(args.only):
+        left = args.budget - (time.perf_counter() - start)
+        if left < args.limit / 3:
+            print(f"no time left for {candidate} and what follows", file=sys.stderr)
+            break
+        command = [sys.executable, "-m", "benchmarks.gpu_candidates", "--one", candidate, case]
+        trial = Trial(candidate, case, phase, "failed")
+        trials.append(run_child(command, trial, min(args.limit, left)))
+        print(f"[{time.perf_counter() - start:4.0f} s] {line_of(trials[-1])}", flush=True)
+        if args.json:
+            write(args.json, trials)
+    print("\n" + table_of(trials))
+    return 0 if any(trial.verdict == "right" for trial in trials) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_candidates")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="parts of candidates' or cases' names"
+    )
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of one process")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds of all of them")
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--one", nargs=2, metavar=("CANDIDATE", "CASE"), help=argparse.SUPPRESS)
+    return parser
+
+
+def _chosen(only: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    from benchmarks.candidates import CANDIDATES
+
+    for candidate in CANDIDATES:
+        for case in candidate.cases:
+            if not only or any(part in f"{candidate.name} {case.name}" for part in only):
+                yield candidate.name, case.name, candidate.phase
+
+
+def run_child(command: Sequence[str], trial: Trial, limit: float) -> Trial:
+    """`trial` with what a process of at most `limit` seconds says; it may fault or hang."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return replace(trial, verdict="hung", detail=f"nothing after {limit:.0f} s")
+    for line in done.stdout.splitlines():
+        if line.startswith(_RESULT):
+            return Trial(**json.loads(line[len(_RESULT) :]))
+    said = (done.stderr or done.stdout).strip().splitlines()
+    return replace(trial, detail=(said or [f"exit status {done.returncode}"])[-1][:200])
+
+
+def try_one(name: str, case_name: str) -> Trial:
+    """One candidate on one case, in this process."""
+    from benchmarks.candidates import CANDIDATES
+
+    candidate = next(c for c in CANDIDATES if c.name == name)
+    case = next(c for c in candidate.cases if c.name == case_name)
+    trial = Trial(name, case_name, candidate.phase, "wrong")
+    backward = candidate.phase == "backward"
+    small = replace(
+        case, batch=2, heads=case.heads // 4, kv_heads=case.kv_heads // 4, q_len=777, kv_len=777
+    )
+    run = _Runs(candidate.change, small, backward)
+    oracle = _oracle(small, run.inputs, run.dout if backward else None)
+    error, seen = (max(relative_errors(found, oracle).values()) for found in run.both())
+    trial = replace(trial, error_ppm=error, seen_error_ppm=seen)
+    if not error <= _WORSE * seen + _NOISE_PPM:
+        return replace(trial, detail="too far from the float64 oracle")
+    many = replace(case, batch=16, q_len=777, kv_len=777)
+    if not _repeats(_Runs(candidate.change, many, backward)):
+        return replace(trial, detail="launches of many tiles do not repeat")
+    full = _Runs(candidate.change, case, backward)
+    far = _disagreement(*full.both())
+    if not far <= _AGREEMENT:
+        return replace(trial, detail=f"differs from the kernels in use by {far:.2g}")
+    samples = alternate({"ours": full.ours, "seen": full.seen})
+    ours, seen_ms = samples["ours"].median_ms, samples["seen"].median_ms
+    return replace(trial, verdict="right", ours_ms=ours, seen_ms=seen_ms)
+
+
+class _Runs:
+    """The candidate and the kernels in use on one case: `ours` and `seen` are what is timed."""
+
+    def __init__(self, change: Any, case: GpuCase, backward: bool) -> None:
+        self.inputs = [x.requires_grad_(backward) for x in case.inputs()]
+        draw = torch.Generator(device=DEVICE).manual_seed(2)
+        query = self.inputs[0]
+        self.dout = torch.randn(query.shape, generator=draw, dtype=query.dtype, device=DEVICE)
+        # the forward before a backward is that of `auto` for both
+        self.backward = backward
+        self.seen = self._start(attention_of("auto", case), contextlib.nullcontext)
+        self.ours = self._start(attention_of(change.backend, case), change.installed)
+
+    def _start(
+        self, attention: Attention, installed: Callable[[], Any]
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        query, key, value = self.inputs
+        if not self.backward:
+
+            def forward() -> tuple[torch.Tensor, ...]:
+                with installed():
+                    return (attention(query, key, value),)
+
+            return forward
+        out = attention(query, key, value)
+
+        def backward() -> tuple[torch.Tensor, ...]:
+            with installed():
+                return torch.autograd.grad(out, self.inputs, self.dout, retain_graph=True)
+
+        return backward
+
+    def both(self) -> tuple[Tensors, Tensors]:
+        names = ("dq", "dk", "dv") if self.backward else ("out",)
+        ours, seen = self.ours(), self.seen()
+        return dict(zip(names, ours, strict=True)), dict(zip(names, seen, strict=True))
+
+
+def _oracle(case: GpuCase, inputs: Sequence[torch.Tensor], dout: torch.Tensor | None) -> Tensors:
+    leaves = [x.detach().double().requires_grad_(dout is not None) for x in inputs]
+    out = reference_attention(*leaves, case.score_mod(None), case.mask_mod).out
+    if dout is None:
+        return {"out": out}
+    return with_gradients(out, leaves, dout.double())
+
+
+def _repeats(runs: _Runs) -> bool:
+    """Whether every launch gives the same bits, but for dq, whose additions have no order."""
+    skipped = 1 if runs.backward else 0
+    first = [x.clone() for x in runs.ours()[skipped:]]
+    for _ in range(_REPEATS):
+        again = runs.ours()[skipped:]
+        if not all(torch.equal(one, other) for one, other in zip(first, again, strict=True)):
+            return False
+    return True
+
+
+def _disagreement(ours: Tensors, seen: Tensors) -> float:
+    """Largest difference over the largest element; NaN where either has one."""
+    return max(
+        float((x.float() - seen[name].float()).abs().max() / seen[name].float().abs().max())
+        for name, x in ours.items()
+    )
+
+
+def line_of(trial: Trial) -> str:
+    times = "" if trial.gain is None else f" {trial.ours_ms:.3f} ms, gain {trial.gain:.3f}"
+    return f"{trial.candidate}: {trial.case} {trial.phase} {trial.verdict}{times} {trial.detail}"
+
+
+def table_of(trials: Sequence[Trial]) -> str:
+    head = ("candidate", "case", "phase", "verdict", "ms", "in use", "gain", "ppm", "in use")
+    body = [
+        (
+            trial.candidate,
+            trial.case,
+            trial.phase,
+            f"{trial.verdict} {trial.detail}".strip(),
+            *(
+                "" if number is None else f"{number:.{digits}f}"
+                for number, digits in (
+                    (trial.ours_ms, 3),
+                    (trial.seen_ms, 3),
+                    (trial.gain, 3),
+                    (trial.error_ppm, 0),
+                    (trial.seen_error_ppm, 0),
+                )
+            ),
+        )
+        for trial in trials
+    ]
+    return tables.markdown(head, body)
+
+
+def write(path: Path, trials: Sequence[Trial]) -> None:
+    """Header and trials as a JSON list, one entry a line."""
+    head = rows_module.header("candidates")
+    entries = [asdict(trial) | {"gain": trial.gain} for trial in trials]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(e) for e in (head, *entries)) + "\n]\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
