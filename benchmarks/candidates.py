@@ -126,6 +126,7 @@ class Candidate:
 _WIDE = configs_forward.forms(128, 128, 128)[0]
 _NARROW = configs_forward.forms(64, 64, 128)[0]
 _KEYS_WIDE = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
+_KEYS_NARROW = configs_backward.form_for(64, 64, may_mask=False, may_fold=False)
 _FOLDED = configs_backward.form_for(128, 128, may_mask=False, may_fold=True)
 
 _DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
@@ -136,6 +137,8 @@ _FULL = GpuCase("full", 4, 16, 16, 8192, 8192, 128)
 _CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
 _CAUSAL_96 = GpuCase("causal", 4, 16, 16, 8192, 8192, 96)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
+_SLOPE = GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 128)
+_BIAS = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 64)
 
 CANDIDATES = (
     Candidate(
@@ -186,6 +189,20 @@ CANDIDATES = (
         (_CAUSAL_96,),
         32,
         "both",
+    ),
+    Candidate(
+        "captured gradients, a slope a head",
+        GluonBackward(_KEYS_WIDE),
+        (_SLOPE,),
+        128,
+        "5 products instead of 7; a sum a head",
+    ),
+    Candidate(
+        "captured gradients, an element a score",
+        GluonBackward(_KEYS_NARROW),
+        (_BIAS,),
+        128,
+        "5 products instead of 7; a store a score",
     ),
     Candidate(
         "D=192 keys, steps of 32 queries",

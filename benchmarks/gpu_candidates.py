@@ -4,8 +4,8 @@ python -m benchmarks.gpu_candidates --json FILE [--only TEXT ...] [--limit S] [-
 
 Every candidate and case has a process of its own with a time limit: one that hangs or faults is a
 row of the table, and the next one runs. Errors are those of accuracy.py, the largest of the
-results', in parts per million of the float64 oracle, which a candidate may miss by a tenth more than
-the kernels it is compared with; `repeats` launches of many tiles a program must give the same bits.
+results', in parts per million of the float64 oracle, which a candidate may miss by a tenth more
+than the kernels in use; launches of many tiles a program must repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import torch
 from attnloom.backends.reference import reference_attention
 from benchmarks import rows as rows_module
 from benchmarks import tables
-from benchmarks.accuracy import Tensors, relative_errors, with_gradients
+from benchmarks.accuracy import Tensors, relative_errors
 from benchmarks.gpu import alternate
 from benchmarks.gpu_cases import DEVICE, GpuCase
 from benchmarks.gpu_peers import Attention, attention_of
 
 LIMIT_S = 90.0
+SMALL_LEN = 777  # of what is compared with the oracle: no multiple of a tile
 _REPEATS = 5
 _WORSE, _NOISE_PPM = 1.1, 50.0
 _AGREEMENT = 3e-2  # of two bf16 results, over the largest element
@@ -124,16 +125,17 @@ def try_one(name: str, case_name: str) -> Trial:
     case = next(c for c in candidate.cases if c.name == case_name)
     trial = Trial(name, case_name, candidate.phase, "wrong")
     backward = candidate.phase == "backward"
+    heads, kv_heads = case.heads // 4, case.kv_heads // 4
     small = replace(
-        case, batch=2, heads=case.heads // 4, kv_heads=case.kv_heads // 4, q_len=777, kv_len=777
+        case, batch=2, heads=heads, kv_heads=kv_heads, q_len=SMALL_LEN, kv_len=SMALL_LEN
     )
     run = _Runs(candidate.change, small, backward)
-    oracle = _oracle(small, run.inputs, run.dout if backward else None)
+    oracle = run.oracle(small)
     error, seen = (max(relative_errors(found, oracle).values()) for found in run.both())
     trial = replace(trial, error_ppm=error, seen_error_ppm=seen)
     if not error <= _WORSE * seen + _NOISE_PPM:
         return replace(trial, detail="too far from the float64 oracle")
-    many = replace(case, batch=16, q_len=777, kv_len=777)
+    many = replace(case, batch=16, q_len=SMALL_LEN, kv_len=SMALL_LEN)
     if not _repeats(_Runs(candidate.change, many, backward)):
         return replace(trial, detail="launches of many tiles do not repeat")
     full = _Runs(candidate.change, case, backward)
@@ -146,23 +148,35 @@ def try_one(name: str, case_name: str) -> Trial:
 
 
 class _Runs:
-    """The candidate and the kernels in use on one case: `ours` and `seen` are what is timed."""
+    """The candidate and the kernels in use on one case: `ours` and `seen` are what is timed.
+
+    Before a backward both have the forward that `auto` chooses. names: of the results; dq and what
+    captured tensors get are sums in no fixed order, the others repeat.
+    """
 
     def __init__(self, change: Any, case: GpuCase, backward: bool) -> None:
+        self.learned = case.learned_table()
         self.inputs = [x.requires_grad_(backward) for x in case.inputs()]
+        self.names = ("dq", "dk", "dv") if backward else ("out",)
+        if backward and self.learned is not None:
+            self.learned.requires_grad_()
+            self.names += ("dlearned",)
         draw = torch.Generator(device=DEVICE).manual_seed(2)
         query = self.inputs[0]
         self.dout = torch.randn(query.shape, generator=draw, dtype=query.dtype, device=DEVICE)
-        # the forward before a backward is that of `auto` for both
-        self.backward = backward
-        self.seen = self._start(attention_of("auto", case), contextlib.nullcontext)
-        self.ours = self._start(attention_of(change.backend, case), change.installed)
+        self.seen = self._start(attention_of("auto", case, self.learned), contextlib.nullcontext)
+        ours = attention_of(change.backend, case, self.learned)
+        self.ours = self._start(ours, change.installed)
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return self.inputs if len(self.names) < 4 else [*self.inputs, self.learned]  # type: ignore[list-item]
 
     def _start(
         self, attention: Attention, installed: Callable[[], Any]
     ) -> Callable[[], tuple[torch.Tensor, ...]]:
         query, key, value = self.inputs
-        if not self.backward:
+        if not query.requires_grad:
 
             def forward() -> tuple[torch.Tensor, ...]:
                 with installed():
@@ -173,31 +187,32 @@ class _Runs:
 
         def backward() -> tuple[torch.Tensor, ...]:
             with installed():
-                return torch.autograd.grad(out, self.inputs, self.dout, retain_graph=True)
+                return torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
 
         return backward
 
     def both(self) -> tuple[Tensors, Tensors]:
-        names = ("dq", "dk", "dv") if self.backward else ("out",)
         ours, seen = self.ours(), self.seen()
-        return dict(zip(names, ours, strict=True)), dict(zip(names, seen, strict=True))
+        return dict(zip(self.names, ours, strict=True)), dict(zip(self.names, seen, strict=True))
 
-
-def _oracle(case: GpuCase, inputs: Sequence[torch.Tensor], dout: torch.Tensor | None) -> Tensors:
-    leaves = [x.detach().double().requires_grad_(dout is not None) for x in inputs]
-    out = reference_attention(*leaves, case.score_mod(None), case.mask_mod).out
-    if dout is None:
-        return {"out": out}
-    return with_gradients(out, leaves, dout.double())
+    def oracle(self, case: GpuCase) -> Tensors:
+        """The same in float64."""
+        leaves = [x.detach().double().requires_grad_(x.requires_grad) for x in self.leaves]
+        learned = leaves[3] if len(leaves) > 3 else self.learned
+        out = reference_attention(*leaves[:3], case.score_mod(learned), case.mask_mod).out
+        if not leaves[0].requires_grad:
+            return {"out": out}
+        found = torch.autograd.grad(out, leaves, self.dout.double())
+        return dict(zip(self.names, found, strict=True))
 
 
 def _repeats(runs: _Runs) -> bool:
-    """Whether every launch gives the same bits, but for dq, whose additions have no order."""
-    skipped = 1 if runs.backward else 0
-    first = [x.clone() for x in runs.ours()[skipped:]]
+    """Whether every launch gives the same bits where sums have an order."""
+    ordered = [i for i, name in enumerate(runs.names) if name not in ("dq", "dlearned")]
+    first = [x.clone() for x in runs.ours()]
     for _ in range(_REPEATS):
-        again = runs.ours()[skipped:]
-        if not all(torch.equal(one, other) for one, other in zip(first, again, strict=True)):
+        again = runs.ours()
+        if not all(torch.equal(first[i], again[i]) for i in ordered):
             return False
     return True
 

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from tests.harness.case import Case
 from tests.harness.draw import Sizes
+from tests.harness.mods import MODS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=150, KV_LEN=290, D=64, Dv=64)
@@ -112,7 +113,11 @@ _GROUPS = [
 def test_mods_that_tell_heads_apart(mod: str, sizes: Sizes) -> None:
     """Units of a key head were once counted from 0 each, so that barriers were waited for that
     never came: in a process that can be given up."""
-    code = f"from tests.kernels.test_gpu_gluon_backward import *; check_apart({mod!r}, {sizes.D})"
+    apart(f"check_apart({mod!r}, {sizes.D})")
+
+
+def apart(call: str) -> None:
+    code = f"from tests.kernels.test_gpu_gluon_backward import *; {call}"
     done = subprocess.run([sys.executable, "-c", code], timeout=75, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-2000:]
 
@@ -121,3 +126,21 @@ def check_apart(mod: str, head_dim: int) -> None:
     sizes = SIZES if head_dim == SIZES.D else WIDE
     kv_batch = 1 if mod == "relative_bias" else None
     check(Case(mod, sizes, BF16, kv_batch=kv_batch))
+
+
+CAPTURED = sorted(name for name, row in MODS.items() if row.learnable)
+
+
+@pytest.mark.parametrize("mod", CAPTURED)
+def test_captured_gradients(mod: str) -> None:
+    """What has to pass before `auto` lets captured gradients leave in this kernel, beside the two
+    candidates of the same name (benchmarks/candidates.py): ready_backward.slower refuses them."""
+    apart(f"check_captured({mod!r})")
+
+
+def check_captured(mod: str) -> None:
+    """Heads in groups, by head and with what is shared; a head a key, in the wide kernel; keys that
+    all batch entries share."""
+    check(Case(mod, SIZES, BF16))
+    check(Case(mod, replace(ONE_HEAD_A_KEY, D=128, Dv=128), FP16))
+    check(Case(mod, SIZES, BF16, kv_batch=1))

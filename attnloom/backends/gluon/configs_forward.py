@@ -15,8 +15,8 @@ class Form:
 
     registers, load_registers: a thread, of consumers after the first and of the producer; the first
         consumer has what is left. column_registers: the same where a warp looks up keys.
-    ahead: tiles are drawn two ahead, see forward_load.py; with two q_stages. narrow: captured 64-bit
-        integers that fit are held in 32 bits (layouts.py). Neither was seen on a device yet.
+    ahead: tiles are drawn two ahead, see forward_load.py; with two q_stages. narrow: captured
+        64-bit integers that fit are held in 32 bits (layouts.py). Neither was seen on a device yet.
     """
 
     consumers: int

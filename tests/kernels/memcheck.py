@@ -1,0 +1,165 @@
+"""Small runs of every kernel under compute-sanitizer's memcheck, on a Hopper GPU.
+
+python -m tests.kernels.memcheck [--log FILE] [--only NAME ...] [--limit S]
+
+Each run is a process with a time limit; what the sanitizer says of all of them goes to the log.
+racecheck is of no use here: it does not follow an order that goes from a barrier of warps to an
+mbarrier and on, and reports every buffer that is handed from warp to warp, Triton's own included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attnloom
+
+LIMIT_S = 150.0
+_PLACES = ("/usr/local/cuda/bin/compute-sanitizer",)
+_OPTIONS = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
+_MODULE = "tests.kernels.memcheck"
+_CLEAN = "ERROR SUMMARY: 0 errors"
+LENGTH = 300  # no multiple of a tile, and rows of several documents in each
+
+
+@dataclass(frozen=True)
+class Finding:
+    """verdict: clean, errors, failed or hung."""
+
+    name: str
+    verdict: str
+    text: str
+
+
+def sanitizer() -> str | None:
+    """Where the tool is."""
+    found = shutil.which("compute-sanitizer")
+    return found or next((p for p in _PLACES if Path(p).exists()), None)
+
+
+def check(name: str, limit: float = LIMIT_S) -> Finding:
+    """One of RUNS under the sanitizer, in a process of its own."""
+    tool = sanitizer()
+    assert tool is not None
+    return judge(name, [tool, *_OPTIONS, sys.executable, "-m", _MODULE, "--run", name], limit)
+
+
+def judge(name: str, command: Sequence[str], limit: float) -> Finding:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as late:
+        return Finding(name, "hung", _text(late.stdout) + _text(late.stderr))
+    text = done.stdout + done.stderr
+    if done.returncode == 0 and _CLEAN in text:
+        return Finding(name, "clean", text)
+    return Finding(name, "errors" if "ERROR SUMMARY" in text else "failed", text)
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all, print a line each; 0 if none found anything."""
+    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}")
+    parser.add_argument("--log", type=Path, default=Path("memcheck.log"), help="file to write")
+    parser.add_argument("--only", nargs="+", choices=sorted(RUNS), default=list(RUNS))
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of one run")
+    parser.add_argument("--run", choices=sorted(RUNS), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.run:
+        RUNS[args.run]()
+        torch.cuda.synchronize()
+        return 0
+    if sanitizer() is None:
+        print("compute-sanitizer was not found", file=sys.stderr)
+        return 2
+    findings = []
+    args.log.parent.mkdir(parents=True, exist_ok=True)
+    with args.log.open("w") as log:
+        for name in args.only:
+            findings.append(check(name, args.limit))
+            print(f"{name}: {findings[-1].verdict}", flush=True)
+            log.write(f"==== {name}: {findings[-1].verdict}\n{findings[-1].text}\n")
+            log.flush()
+    return 0 if all(finding.verdict == "clean" for finding in findings) else 1
+
+
+def _documents() -> Any:
+    ids = torch.arange(LENGTH, device="cuda") // 170
+    return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+
+
+def _slopes(learned: bool) -> Any:
+    slopes = torch.ones(2, device="cuda", requires_grad=learned)
+    return lambda score, b, h, q, kv: score - slopes[h] * (q - kv)
+
+
+def _attend(backend: str, backward: bool, learned: bool = False, q_len: int = LENGTH) -> None:
+    """Packed documents and a bias by distance, D = 64 and 128."""
+    mask = attnloom.create_block_mask(
+        _documents(), None, None, q_len, LENGTH, device="cuda", BLOCK_SIZE=128
+    )
+    bias = _slopes(learned)
+    for width in (64, 128):
+        inputs = [
+            torch.randn(1, 2, n, width, device="cuda", dtype=torch.float16)
+            for n in (q_len, LENGTH, LENGTH)
+        ]
+        inputs = [x.requires_grad_(backward) for x in inputs]
+        for score_mod in (None, bias):
+            out = attnloom.flex_attention(
+                *inputs, score_mod, mask, kernel_options={"backend": backend}
+            )
+            results = [out]
+            if backward:
+                results = list(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+            assert all(x.isfinite().all() for x in results)
+
+
+def _ahead() -> None:
+    from benchmarks.candidates import CANDIDATES, GluonForward
+
+    for candidate in CANDIDATES:
+        if isinstance(candidate.change, GluonForward):
+            with candidate.change.installed():
+                width = 64 if candidate.change.form.consumers == 3 else 128
+                x = torch.randn(2, 16, 2 * LENGTH, width, device="cuda", dtype=torch.float16)
+                out = attnloom.flex_attention(x, x, x, kernel_options={"backend": "gluon"})
+                assert out.isfinite().all()
+            with candidate.change.installed():
+                _attend("gluon", backward=False)
+
+
+def _pages() -> None:
+    length, page, width = 256, 16, 64
+    query = torch.randn(2, 4, 1, width, device="cuda", dtype=torch.float16)
+    keys = torch.randn(2 * length // page, 2, page, width, device="cuda", dtype=torch.float16)
+    lengths = torch.tensor([length, length - 7], dtype=torch.int32, device="cuda")
+    pages = torch.randperm(keys.size(0), device="cuda").int().view(2, -1)
+    table = attnloom.PageTable(lengths, None, pages, page, length)
+    out = attnloom.flex_attention(query, attnloom.PagedKV(keys, keys, table), enable_gqa=True)
+    assert out.isfinite().all()
+
+
+RUNS: dict[str, Callable[[], None]] = {
+    "gluon-forward": lambda: _attend("gluon", backward=False),
+    "gluon-backward": lambda: _attend("gluon", backward=True),
+    "gluon-captured": lambda: _attend("gluon", backward=True, learned=True),
+    "gluon-candidates": _ahead,
+    "triton-forward": lambda: _attend("triton", backward=False),
+    "triton-backward": lambda: _attend("triton", backward=True),
+    "triton-decode": lambda: _attend("triton", backward=False, q_len=1),
+    "triton-pages": _pages,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
