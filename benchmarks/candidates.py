@@ -137,7 +137,7 @@ _FULL = GpuCase("full", 4, 16, 16, 8192, 8192, 128)
 _CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
 _CAUSAL_96 = GpuCase("causal", 4, 16, 16, 8192, 8192, 96)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
-_SLOPE = GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 128)
+_SLOPE = GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 64)
 _BIAS = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 64)
 
 CANDIDATES = (
@@ -174,7 +174,7 @@ CANDIDATES = (
         GluonBackward(_FOLDED),
         (_SHORT, _CAUSAL),
         32,
-        "two additions a score and 20 bytes spilled; 15% without a mask",
+        "a subtraction a score and 20 bytes spilled; 15% without a mask",
     ),
     Candidate(
         "Gluon backward, D=96 in 128",
@@ -192,7 +192,7 @@ CANDIDATES = (
     ),
     Candidate(
         "captured gradients, a slope a head",
-        GluonBackward(_KEYS_WIDE),
+        GluonBackward(_KEYS_NARROW),
         (_SLOPE,),
         128,
         "5 products instead of 7; a sum a head",

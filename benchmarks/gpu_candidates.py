@@ -199,7 +199,9 @@ class _Runs:
         """The same in float64."""
         leaves = [x.detach().double().requires_grad_(x.requires_grad) for x in self.leaves]
         learned = leaves[3] if len(leaves) > 3 else self.learned
-        out = reference_attention(*leaves[:3], case.score_mod(learned), case.mask_mod).out
+        query, key, value = leaves[:3]
+        score_mod = case.score_mod(learned)
+        out = reference_attention(query, key, value, score_mod, case.mask_mod).out
         if not leaves[0].requires_grad:
             return {"out": out}
         found = torch.autograd.grad(out, leaves, self.dout.double())
