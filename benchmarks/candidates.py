@@ -136,6 +136,7 @@ _CAUSAL = GpuCase("causal", 4, 16, 16, 8192, 8192, 128)
 _FULL = GpuCase("full", 4, 16, 16, 8192, 8192, 128)
 _CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
 _CAUSAL_96 = GpuCase("causal", 4, 16, 16, 8192, 8192, 96)
+_FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
 _SLOPE = GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 64)
 _BIAS = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 64)
@@ -217,6 +218,13 @@ CANDIDATES = (
         (_CAUSAL_192,),
         0,
         "a third stage fits",
+    ),
+    Candidate(
+        "D=192 in three panels",
+        GluonForward(configs_forward.Form(2, 64, 2, 2, True, True, 240, 24, (232, 40), panels=3)),
+        (_CAUSAL_192, _FULL_192),
+        8,
+        "saves a quarter of the products of 256 columns; two tiles of queries fit",
     ),
     Candidate(
         "D=192 forward, steps of 32 keys",

@@ -107,6 +107,33 @@ def many_tiles(head_dim: int) -> None:
         forward("plain", replace(sizes, Q_LEN=1500), seed=seed)
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 192), (136, 192), (192, 144)])
+def test_three_panels(head_dim: int, value_dim: int) -> None:
+    apart(f"panels({head_dim}, {value_dim})")
+
+
+def panels(head_dim: int, value_dim: int) -> None:
+    from attnloom.backends.gluon import launch_forward
+    from benchmarks.candidates import CANDIDATES, GluonForward
+
+    changes = [c.change for c in CANDIDATES if isinstance(c.change, GluonForward)]
+    form = next(change.form for change in changes if change.form.panels == 3)
+    sizes = replace(SIZES, D=head_dim, Dv=value_dim)
+    with (
+        mock.patch.object(launch_forward, "_ready", {}),
+        mock.patch.object(launch_forward, "_forms", lambda call: (form,)),
+    ):
+        for mod in ("plain", "causal", "document", "softcap", "alibi", "every_second_row"):
+            case = Case(mod, sizes, FP16 if mod == "plain" else BF16, block_size=128)
+            check_attention(case, attnloom_with("cuda", backend="gluon"), backward=False)
+        many = replace(sizes, B=4, Hq=16, Hkv=4, Q_LEN=700, KV_LEN=700)
+        check_attention(
+            Case("causal", many, BF16, block_size=128),
+            attnloom_with("cuda", backend="gluon"),
+            backward=False,
+        )
+
+
 @pytest.mark.parametrize("mod", ["causal", "window_with_sinks", "every_second_row", "plain"])
 def test_sums_started_from_lse_and_delta(mod: str) -> None:
     apart(f"backward({mod!r})")

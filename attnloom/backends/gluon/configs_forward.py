@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 ROWS = 64  # queries of a consumer
+PANEL = 64
 _WIDTHS = (64, 128, 256)
 
 
@@ -16,7 +17,9 @@ class Form:
     registers, load_registers: a thread, of consumers after the first and of the producer; the first
         consumer has what is left. column_registers: the same where a warp looks up keys.
     ahead: tiles are drawn two ahead, see forward_load.py; with two q_stages. narrow: captured
-        64-bit integers that fit are held in 32 bits (layouts.py). Neither was seen on a device yet.
+        64-bit integers that fit are held in 32 bits (layouts.py). panels: three, of PANEL columns
+        each, for D and Dv of 129 to 192; 1: one tile of a power of two. None of the three was seen
+        on a device yet.
     """
 
     consumers: int
@@ -30,9 +33,11 @@ class Form:
     column_registers: tuple[int, int]
     ahead: bool = False
     narrow: bool = False
+    panels: int = 1
 
     def __post_init__(self) -> None:
         assert not self.ahead or (self.q_stages == 2 and not self.out_in_q)
+        assert self.panels in (1, 3)
 
     @property
     def tile_m(self) -> int:
@@ -41,6 +46,10 @@ class Form:
     def is_apart(self, q_block: int) -> bool:
         """Whether rows of a tile may lie in several blocks of a mask."""
         return q_block % self.tile_m != 0
+
+    def columns(self, head_dim: int) -> int:
+        """Of a tile in shared memory that holds a head dimension, or a panel of it."""
+        return width_of(head_dim) if self.panels == 1 else PANEL
 
 
 def width_of(head_dim: int) -> int:

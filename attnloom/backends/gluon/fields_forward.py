@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.configs_forward import Form, width_of
+from attnloom.backends.gluon.configs_forward import Form
 from attnloom.backends.gluon.emit import column_values
 from attnloom.backends.gluon.fields import Sm90Config, mask_target, shared_fields
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
@@ -36,12 +36,13 @@ class ForwardSm90Config(Sm90Config):
     NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
-    AHEAD: see forward_load.py.
+    AHEAD: see forward_load.py. PANELS: as many tiles of D or DV columns cover a head dimension.
     """
 
     CONSUMERS: int
     TILE_N: int
     Q_STAGES: int
+    PANELS: int
     OVERLAP: bool
     OUT_IN_Q: bool
     AHEAD: bool
@@ -99,13 +100,14 @@ def config_of(
     may_mask = call.mask is not None or has_tail or apart
     columns = looked_up(call.mask, mask_target(call, form.narrow))
     load = form.column_registers if columns else (form.registers, form.load_registers)
-    widths = width_of(query.size(3)), width_of(value.size(3))
+    widths = form.columns(query.size(3)), form.columns(value.size(3))
     shared = shared_fields(call, score, widths, stages=form.stages, narrow=form.narrow)
     return ForwardSm90Config(
         **shared,
         CONSUMERS=form.consumers,
         TILE_N=form.tile_n,
         Q_STAGES=form.q_stages,
+        PANELS=form.panels,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
         AHEAD=form.ahead,

@@ -34,14 +34,16 @@ def _load_step(k_desc, v_desc, mem, b, h, tag, n, cfg: gl.constexpr):
         put(mem.tags.index(slot), tag)
     if cfg.NUM_COLUMNS > 0:
         mbarrier.arrive(mem.tag_full.index(slot), count=1)
-    mbarrier.expect(full, N * cfg.D * 2)
-    k_box = box(mem.k.index(slot), N, cfg.D, cfg)
-    bi.async_load(k_desc, [b, h, row, 0], full, k_box)
+    mbarrier.expect(full, N * cfg.D * 2 * cfg.PANELS)
+    for i in gl.static_range(cfg.PANELS):
+        k_box = box(mem.k.index(slot * cfg.PANELS + i), N, cfg.D, cfg)
+        bi.async_load(k_desc, [b, h, row, i * cfg.D], full, k_box)
     full = mem.v_full.index(slot)
     mbarrier.wait(mem.v_empty.index(slot), phase)
-    mbarrier.expect(full, N * cfg.DV * 2)
-    v_box = box(mem.v.index(slot), N, cfg.DV, cfg)
-    bi.async_load(v_desc, [b, h, row, 0], full, v_box)
+    mbarrier.expect(full, N * cfg.DV * 2 * cfg.PANELS)
+    for i in gl.static_range(cfg.PANELS):
+        v_box = box(mem.v.index(slot * cfg.PANELS + i), N, cfg.DV, cfg)
+        bi.async_load(v_desc, [b, h, row, i * cfg.DV], full, v_box)
 
 
 @gluon.jit
@@ -50,10 +52,11 @@ def _load_query(q_desc, mem, b, h, tile, n, cfg: gl.constexpr):
         slot = query_slot(n, i, cfg)
         full = mem.q_full.index(slot)
         mbarrier.wait(mem.q_empty.index(slot), query_phase(n, cfg) ^ 1)
-        mbarrier.expect(full, ROWS * cfg.D * 2)
-        q_box = box(mem.q.index(slot), ROWS, cfg.D, cfg)
+        mbarrier.expect(full, ROWS * cfg.D * 2 * cfg.PANELS)
         row = (tile * cfg.CONSUMERS + i) * ROWS
-        bi.async_load(q_desc, [b, h, row, 0], full, q_box)
+        for j in gl.static_range(cfg.PANELS):
+            q_box = box(mem.q.index(slot * cfg.PANELS + j), ROWS, cfg.D, cfg)
+            bi.async_load(q_desc, [b, h, row, j * cfg.D], full, q_box)
 
 
 @gluon.jit

@@ -136,9 +136,22 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def rescaled(acc, alpha, OUT: gl.constexpr):
+def rescaled(acc, alpha, OUT: gl.constexpr, cfg: gl.constexpr):
     """Rows of the output multiplied by a vector of queries."""
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+    if cfg.PANELS == 3:
+        return acc[0] * factor, acc[1] * factor, acc[2] * factor
+    else:
+        return acc * factor
+
+
+@gluon.jit
+def only_if(live, acc, cfg: gl.constexpr):
+    """The output of a tile, or zeros."""
+    if cfg.PANELS == 3:
+        return gl.where(live, acc[0], 0.0), gl.where(live, acc[1], 0.0), gl.where(live, acc[2], 0.0)
+    else:
+        return gl.where(live, acc, 0.0)
 
 
 @gluon.jit
@@ -147,7 +160,10 @@ def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     VECTOR: gl.constexpr = gl.SliceLayout(1, L)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, VECTOR)
     l_i = gl.full([ROWS], 0.0, gl.float32, VECTOR)
-    return gl.zeros([ROWS, cfg.DV], gl.float32, OUT), m_i, l_i
+    acc = gl.zeros([ROWS, cfg.DV], gl.float32, OUT)
+    if cfg.PANELS == 3:
+        acc = acc, acc, acc
+    return acc, m_i, l_i
 
 
 @gluon.jit

@@ -27,8 +27,9 @@ class Shared:
     """Tiles and barriers in shared memory.
 
     q: [Q_STAGES * CONSUMERS, ROWS, D]; k: [STAGES, TILE_N, D]; v: [STAGES, TILE_N, DV];
-    out: [CONSUMERS, ROWS, DV], where results leave from; jobs: [2, 4]; tags: [STAGES, 1];
-    columns: up to two of [STAGES, TILE_N], see forward_columns.py.
+    out: [CONSUMERS, ROWS, DV], where results leave from; each PANELS times, those of a tile side by
+    side. jobs: [2, 4]; tags: [STAGES, 1]; columns: up to two of [STAGES, TILE_N], see
+    forward_columns.py.
     """
 
     q: _Memory
@@ -74,10 +75,11 @@ def allocate(cfg: gl.constexpr):
     SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     READERS: gl.constexpr = C + (1 if cfg.NUM_COLUMNS > 0 else 0)  # of jobs and tags
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(cfg.OPERAND, [Q, ROWS, cfg.D], TILES)
+    P: gl.constexpr = cfg.PANELS
+    q = gl.allocate_shared_memory(cfg.OPERAND, [Q * P, ROWS, cfg.D], TILES)
     out = q
     if not cfg.OUT_IN_Q:
-        out = gl.allocate_shared_memory(cfg.OPERAND, [C, ROWS, cfg.DV], TILES)
+        out = gl.allocate_shared_memory(cfg.OPERAND, [C * P, ROWS, cfg.DV], TILES)
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
     column0, column1 = tags, tags
     if cfg.NUM_COLUMNS > 0:
@@ -86,8 +88,8 @@ def allocate(cfg: gl.constexpr):
         column1 = gl.allocate_shared_memory(cfg.COLUMN1, [S, cfg.TILE_N], SCALARS)
     mem = Shared(
         q,
-        gl.allocate_shared_memory(cfg.OPERAND, [S, cfg.TILE_N, cfg.D], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [S, cfg.TILE_N, cfg.DV], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.D], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.DV], TILES),
         out,
         gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
         tags,

@@ -9,6 +9,9 @@ together, and the exponentials of this step run while the latter is computed. Ot
 follow each other, and the consumers fill each other's gaps; for tiles whose scores and output leave
 no registers for a second p.
 
+Heads of 129 to 192 may lie in three PANELS of 64 columns, where a tile of a power of two would have
+256: as many products of a step, each a group of its own to wait for, and as many accumulators.
+
 One loop takes full and partial blocks, with a branch around the mask: separate loops double the
 code and spill. Everything in flight is waited for within the step that issued it or the next
 statement: ptxas serialises products that cross the back edge of a loop otherwise (C7514).
@@ -37,6 +40,7 @@ from attnloom.backends.gluon.forward_math import (
     log_sums,
     masked,
     modified,
+    only_if,
     rescaled,
     row_bias,
     softmax_step,
@@ -55,10 +59,38 @@ from attnloom.backends.triton.device_math import whole32
 
 @gluon.jit
 def _scores(q, mem, slot, L: gl.constexpr, cfg: gl.constexpr):
-    """q . k^T of a step, in flight."""
+    """q . k^T of a step, PANELS products in flight. q: where its first panel lies."""
     zeros = gl.zeros([ROWS, cfg.TILE_N], gl.float32, L)
-    k = mem.k.index(slot).permute((1, 0))
-    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    k = mem.k.index(slot * cfg.PANELS).permute((1, 0))
+    s = warpgroup_mma(mem.q.index(q), k, zeros, use_acc=False, is_async=True)
+    for i in gl.static_range(1, cfg.PANELS):
+        k = mem.k.index(slot * cfg.PANELS + i).permute((1, 0))
+        s = warpgroup_mma(mem.q.index(q + i), k, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _add_output(p, mem, slot, acc, cfg: gl.constexpr):
+    """acc + p . v of a step, PANELS products in flight."""
+    if cfg.PANELS == 3:
+        left, middle, right = acc
+        left = warpgroup_mma(p, mem.v.index(slot * 3), left, is_async=True)
+        middle = warpgroup_mma(p, mem.v.index(slot * 3 + 1), middle, is_async=True)
+        right = warpgroup_mma(p, mem.v.index(slot * 3 + 2), right, is_async=True)
+        return left, middle, right
+    else:
+        return warpgroup_mma(p, mem.v.index(slot), acc, is_async=True)
+
+
+@gluon.jit
+def _finished(acc, p, cfg: gl.constexpr):
+    """The output, and p, once all products are done."""
+    if cfg.PANELS == 3:
+        left, middle, right, p = warpgroup_mma_wait(0, [acc[0], acc[1], acc[2], p])
+        return (left, middle, right), p
+    else:
+        acc, p = warpgroup_mma_wait(0, [acc, p])
+        return acc, p
 
 
 @gluon.jit
@@ -102,15 +134,15 @@ def _overlapped_step(
     mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
     s = _scores(q, mem, slot, L, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg))
-    acc = warpgroup_mma(p, mem.v.index(last), acc, is_async=True)
+    acc = _add_output(p, mem, last, acc, cfg)
     prepared = _prepare(mem, slot, True, context, L, cfg)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(cfg.PANELS, [s])
     mbarrier.arrive(mem.k_empty.index(slot))
     weights, m_i, l_i, alpha = _weights(s, mem, n, prepared, context, state, at, CONSUMER, L, cfg)
     following = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
-    acc, p = warpgroup_mma_wait(0, [acc, p])
+    acc, p = _finished(acc, p, cfg)
     mbarrier.arrive(mem.v_empty.index(last))
-    return rescaled(acc, alpha, OUT), following, m_i, l_i
+    return rescaled(acc, alpha, OUT, cfg), following, m_i, l_i
 
 
 @gluon.jit
@@ -143,8 +175,7 @@ def _overlapped_tile(
         n += 1
     last = slot_of(n - 1, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg), pred=live)
-    acc = warpgroup_mma(p, mem.v.index(last), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, [acc, p])
+    acc, p = _finished(_add_output(p, mem, last, acc, cfg), p, cfg)
     mbarrier.arrive(mem.v_empty.index(last), pred=live)
     if cfg.MAY_BE_EMPTY:
         if cfg.AHEAD:
@@ -152,7 +183,7 @@ def _overlapped_tile(
             if steps == 0:
                 acc, m_i, l_i = empty_state(L, OUT, cfg)
         else:
-            acc = gl.where(live, acc, 0.0)
+            acc = only_if(live, acc, cfg)
             m_i = gl.where(live, m_i, float("-inf"))
             l_i = gl.where(live, l_i, 0.0)
     return acc, m_i, l_i, n
@@ -176,27 +207,43 @@ def _plain_tile(
             s, mem, n, prepared, context, (m_i, l_i), at, CONSUMER, L, cfg
         )
         p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
-        acc = rescaled(acc, alpha, OUT)
+        acc = rescaled(acc, alpha, OUT, cfg)
         mbarrier.wait(mem.v_full.index(slot), phase)
-        acc = warpgroup_mma(p, mem.v.index(slot), acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, [acc, p])
+        acc, p = _finished(_add_output(p, mem, slot, acc, cfg), p, cfg)
         mbarrier.arrive(mem.v_empty.index(slot))
         n += 1
     return acc, m_i, l_i, n
 
 
 @gluon.jit
-def _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT: gl.constexpr, cfg: gl.constexpr):
-    """Leaves the results of a consumer's rows by way of `space`. place = (b, h, unit, first row,
-    queries, Q_LEN)."""
+def _space(mem, at, cfg: gl.constexpr):
+    """Where a panel of results leaves from."""
+    if cfg.OUT_IN_Q:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        return bi.reinterpret(mem.out.index(at), cfg.OPERAND, [ROWS, cfg.DV], LAYOUT)
+    else:
+        return mem.out.index(at)
+
+
+@gluon.jit
+def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexpr,
+           cfg: gl.constexpr):  # fmt: skip
+    """Leaves the results of a consumer's rows by way of `out`, at its panel `at`. place = (b, h,
+    unit, first row, queries, Q_LEN)."""
     b, h, unit, row, queries, q_len = place
     lse, max_scores = outs
     inverse = 1.0 / gl.where(l_i == 0, 1.0, l_i)
-    result = rescaled(acc, inverse, OUT).to(cfg.OPERAND)
+    result = rescaled(acc, inverse, OUT, cfg)
     tma.store_wait(0)
-    space.store(result)
+    if cfg.PANELS == 3:
+        for i in gl.static_range(3):
+            _space(mem, at + i, cfg).store(result[i].to(cfg.OPERAND))
+    else:
+        _space(mem, at, cfg).store(result.to(cfg.OPERAND))
     fence_async_shared()
-    bi.async_store(out_desc, [b, h, row, 0], box(space, ROWS, cfg.DV, cfg))
+    for i in gl.static_range(cfg.PANELS):
+        panel = box(_space(mem, at + i, cfg), ROWS, cfg.DV, cfg)
+        bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
     log_sum, natural = log_sums(m_i, l_i, base)
     at = unit.to(gl.int64) * q_len + queries
     gl.store(lse + at, log_sum, mask=queries < q_len)
@@ -228,7 +275,7 @@ def consume(
         context = contexts(score_args, mask_args, b, h, queries, q_offset, cfg)
         slot = query_slot(num_tiles, CONSUMER, cfg)
         mbarrier.wait(mem.q_full.index(slot), query_phase(num_tiles, cfg))
-        q = mem.q.index(slot)
+        q = slot * cfg.PANELS
         if cfg.OVERLAP:
             acc, m_i, l_i, n = _overlapped_tile(
                 q, mem, n, steps, context, at, CONSUMER, L, OUT, cfg
@@ -241,14 +288,13 @@ def consume(
             # waited for and taken apart while results leave
             following = take_job(mem, num_tiles)
         if cfg.OUT_IN_Q:
-            space = bi.reinterpret(q, cfg.OPERAND, [ROWS, cfg.DV], gl.NVMMASharedLayout(128, 16, 2))
-            _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT, cfg)
+            _store(out_desc, outs, mem, q, acc, m_i, l_i, place, base, OUT, cfg)
             tma.store_wait(0)
             mbarrier.arrive(mem.q_empty.index(slot))
         else:
             mbarrier.arrive(mem.q_empty.index(slot))
-            space = mem.out.index(CONSUMER)
-            _store(out_desc, outs, space, acc, m_i, l_i, place, base, OUT, cfg)
+            first = CONSUMER * cfg.PANELS
+            _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
         if not cfg.AHEAD:
             following = take_job(mem, num_tiles)
         tile, unit, steps = following

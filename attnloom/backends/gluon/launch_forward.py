@@ -261,10 +261,10 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _
     config = config_of(call, form, score, tensors.max_scores is not None)
     grid = min(device.num_processors, num_tiles * batch * heads)
     blanks = (
-        Blank.of(query, ROWS, width_of(head_dim)),
-        Blank.of(key, form.tile_n, width_of(head_dim)),
-        Blank.of(tensors.value, form.tile_n, width_of(value_dim)),
-        Blank.of(tensors.out, ROWS, width_of(value_dim)),
+        Blank.of(query, ROWS, form.columns(head_dim)),
+        Blank.of(key, form.tile_n, form.columns(head_dim)),
+        Blank.of(tensors.value, form.tile_n, form.columns(value_dim)),
+        Blank.of(tensors.out, ROWS, form.columns(value_dim)),
     )
     launcher = Launcher(forward_kernel, config, grid, {"num_warps": 4})
     return _Ready(launcher, form, blanks, scales_of(call, score), pack_ints(shape))
