@@ -91,7 +91,8 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one job did: kernels that it compiled and found compiled, and an error if it failed."""
+    """What one job did: kernels that it compiled and found compiled, and an error if it failed.
+    seconds: of processors, the assembler's processes included."""
 
     job: Job
     seconds: float
@@ -110,7 +111,7 @@ def report(outcomes: Iterator[Outcome]) -> int:
     compiled = sum(o.compiled for o in done)
     print(
         f"{len(done)} calls: {compiled} kernels compiled, {sum(o.found for o in done)} found, "
-        f"{sum(o.seconds for o in done):.0f} s of processes in {time.perf_counter() - start:.0f} s"
+        f"{sum(o.seconds for o in done):.0f} s of processors in {time.perf_counter() - start:.0f} s"
     )
     return 1 if any(o.error for o in done) else 0
 
@@ -130,7 +131,7 @@ def compile_job(job: Job) -> Outcome:
     """In a process of its own: what a device would be asked to run is compiled."""
     from attnloom import compile_stats
 
-    before, start = compile_stats(), time.perf_counter()
+    before, start = compile_stats(), sum(os.times()[:4])
     error = ""
     try:
         with without_a_device():
@@ -140,7 +141,7 @@ def compile_job(job: Job) -> Outcome:
     now = compile_stats()
     compiled = now.kernels_compiled - before.kernels_compiled
     found = now.kernels_loaded - before.kernels_loaded - compiled
-    return Outcome(job, time.perf_counter() - start, compiled, found, error)
+    return Outcome(job, sum(os.times()[:4]) - start, compiled, found, error)
 
 
 def _call(job: Job) -> None:

@@ -27,6 +27,7 @@ _PLACES = ("/usr/local/cuda/bin/compute-sanitizer",)
 _OPTIONS = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
 _MODULE = "tests.kernels.memcheck"
 _CLEAN = "ERROR SUMMARY: 0 errors"
+GLUON: Any = {"backend": "gluon"}
 LENGTH = 300  # no multiple of a tile, and rows of several documents in each
 
 
@@ -93,8 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(finding.verdict == "clean" for finding in findings) else 1
 
 
-def _documents() -> Any:
-    ids = torch.arange(LENGTH, device="cuda") // 170
+def _documents(length: int) -> Any:
+    ids = torch.arange(length, device="cuda") // 170
     return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
 
 
@@ -106,7 +107,7 @@ def _slopes(learned: bool) -> Any:
 def _attend(backend: str, backward: bool, learned: bool = False, q_len: int = LENGTH) -> None:
     """Packed documents and a bias by distance, D = 64 and 128."""
     mask = attnloom.create_block_mask(
-        _documents(), None, None, q_len, LENGTH, device="cuda", BLOCK_SIZE=128
+        _documents(LENGTH), None, None, q_len, LENGTH, device="cuda", BLOCK_SIZE=128
     )
     bias = _slopes(learned)
     for width in (64, 128):
@@ -125,18 +126,20 @@ def _attend(backend: str, backward: bool, learned: bool = False, q_len: int = LE
             assert all(x.isfinite().all() for x in results)
 
 
-def _ahead() -> None:
-    from benchmarks.candidates import CANDIDATES, GluonForward
+def _candidate(name: str) -> None:
+    """A forward that is not in use, with more tiles than programs."""
+    from benchmarks.candidates import CANDIDATES
 
-    for candidate in CANDIDATES:
-        if isinstance(candidate.change, GluonForward):
-            with candidate.change.installed():
-                width = 64 if candidate.change.form.consumers == 3 else 128
-                x = torch.randn(2, 16, 2 * LENGTH, width, device="cuda", dtype=torch.float16)
-                out = attnloom.flex_attention(x, x, x, kernel_options={"backend": "gluon"})
-                assert out.isfinite().all()
-            with candidate.change.installed():
-                _attend("gluon", backward=False)
+    candidate = next(c for c in CANDIDATES if c.name == name)
+    width = candidate.cases[0].head_dim
+    with candidate.change.installed():
+        x = torch.randn(4, 16, 2 * LENGTH, width, device="cuda", dtype=torch.float16)
+        mask = attnloom.create_block_mask(
+            _documents(2 * LENGTH), None, None, 2 * LENGTH, 2 * LENGTH, device="cuda"
+        )
+        for blocks in (None, mask):
+            out = attnloom.flex_attention(x, x, x, None, blocks, kernel_options=GLUON)
+            assert out.isfinite().all()
 
 
 def _pages() -> None:
@@ -154,7 +157,9 @@ RUNS: dict[str, Callable[[], None]] = {
     "gluon-forward": lambda: _attend("gluon", backward=False),
     "gluon-backward": lambda: _attend("gluon", backward=True),
     "gluon-captured": lambda: _attend("gluon", backward=True, learned=True),
-    "gluon-candidates": _ahead,
+    "candidate-ahead": lambda: _candidate("narrow ids, tiles drawn ahead"),
+    "candidate-ahead-64": lambda: _candidate("tiles drawn ahead, D=64"),
+    "candidate-panels": lambda: _candidate("D=192 in three panels"),
     "triton-forward": lambda: _attend("triton", backward=False),
     "triton-backward": lambda: _attend("triton", backward=True),
     "triton-decode": lambda: _attend("triton", backward=False, q_len=1),
