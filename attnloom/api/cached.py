@@ -10,6 +10,7 @@ from attnloom.block_mask import BlockMask
 from attnloom.errors import DeviceError, OptionError, ShapeError, UnsupportedError
 from attnloom.masking.decode import DecodeMask
 from attnloom.paged import PagedKV, PagedKVCache, PageTable
+from attnloom.paged.table import check_contents
 
 CACHES = (PagedKV, PagedKVCache)
 
@@ -52,8 +53,10 @@ def table_of(block_mask: DecodeMask, table: PageTable | None) -> PageTable:
     return block_mask.table
 
 
-def check(query: torch.Tensor, table: PageTable, block_mask: BlockMask | None) -> None:
-    """A table and a mask against the query they are used with.
+def check(
+    query: torch.Tensor, key: torch.Tensor, table: PageTable, block_mask: BlockMask | None
+) -> None:
+    """A table and a mask against the query and the keys they are used with.
 
     Raises:
         ShapeError, DeviceError, OptionError (not an attnloom.BlockMask).
@@ -68,6 +71,7 @@ def check(query: torch.Tensor, table: PageTable, block_mask: BlockMask | None) -
             f"the lengths of the sequences are on {table.device}, query on {query.device}; all "
             "must be on one device. Move them with .to(device)."
         )
+    check_contents(table, query.size(2), None if table.pages is None else key.size(0))
     if block_mask is None:
         return
     validate.check_mask_type(block_mask)

@@ -46,7 +46,7 @@ def run(
     options = read_options(kernel_options)
     lists = mask_mod = score = mask = None
     if table is not None:
-        cached.check(query, table, whole)
+        cached.check(query, key, table, whole)
     elif whole is not None:
         validate.check_mask(whole, query, key)
     if whole is not None:

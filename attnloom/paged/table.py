@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError
@@ -104,6 +105,50 @@ class PagedKV:
                     f"{name} is on {tensor.device}, its table on {table.device}; both must be on "
                     "one device."
                 )
+
+
+def check_contents(table: PageTable, q_len: int, num_pages: int | None) -> None:
+    """What the tensors of a table on the CPU say, against queries of q_len rows and, unless keys do
+    not lie in pages, num_pages pages. On other devices only kernels know it.
+
+    Raises:
+        ShapeError: a length, a count or a page of a sequence is out of range.
+    """
+    if table.device.type != "cpu":
+        return
+    lengths = table.lengths.numpy()
+    _check_range("lengths", lengths, 0, table.max_length, "max_length of the table")
+    if table.counts is not None:
+        counts = table.counts.numpy()
+        _check_range("counts", counts, 0, q_len, "the rows of query")
+        _check_range("counts", counts, 0, lengths, "its length, as queries are its newest tokens")
+    if table.pages is None or num_pages is None:
+        return
+    pages = table.pages.numpy()
+    used = np.arange(pages.shape[1]) * table.page_size < lengths[:, None]
+    wrong = used & ((pages < 0) | (pages >= num_pages))
+    if wrong.any():
+        b, column = (int(i) for i in np.argwhere(wrong)[0])
+        first = column * table.page_size
+        raise ShapeError(
+            f"pages[{b}, {column}] is {int(pages[b, column])}, but key has {num_pages} pages, 0 to "
+            f"{num_pages - 1}; tokens {first} to "
+            f"{min(first + table.page_size, int(lengths[b])) - 1} of sequence {b} would lie there. "
+            "Entries past the end of a sequence may hold anything."
+        )
+
+
+def _check_range(
+    name: str, numbers: np.ndarray, low: int, high: int | np.ndarray, bound: str
+) -> None:
+    wrong = (numbers < low) | (numbers > high)
+    if wrong.any():
+        b = int(np.argmax(wrong))
+        limit = int(high[b]) if isinstance(high, np.ndarray) else high
+        raise ShapeError(
+            f"{name}[{b}] is {int(numbers[b])}; it must be {low} to {limit} ({bound}). Kernels "
+            "read the table as it is when they run: correct it, or give it a larger bound."
+        )
 
 
 def check_page_size(page_size: object) -> None:
