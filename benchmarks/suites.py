@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import accuracy, fresh, gallery, gpu, gpu_accuracy, gpu_first, gpu_masks, gpu_paged
+from benchmarks import (
+    accuracy,
+    fresh,
+    gallery,
+    gpu,
+    gpu_accuracy,
+    gpu_first,
+    gpu_masks,
+    gpu_paged,
+    host,
+)
 from benchmarks.cases import Case, decode_cases, prefill_cases
 from benchmarks.contenders import CONTENDERS, Attention, density
 from benchmarks.rows import Row
@@ -104,6 +114,7 @@ SUITES: dict[str, Callable[[Selection], Iterator[Row]]] = {
     "errors": errors_suite,
     "gallery": lambda selection: gallery.gallery_suite(selection.keeps, selection.budget_s),
     "gpu": lambda selection: gpu.gpu_suite(selection.keeps, selection.gpu_peers),
+    "host": lambda selection: host.host_suite(selection.keeps),
     "decode": lambda selection: gpu.decode_suite(selection.keeps, selection.gpu_peers),
     "paged": lambda selection: gpu_paged.paged_suite(selection.keeps),
     "scaling": lambda selection: gpu.scaling_suite(selection.keeps, selection.gpu_peers),

@@ -7,16 +7,18 @@ tensors, where checkpointing, offloading hooks and version checks see them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from attnloom.backends.registry import AttentionCall, Backend, ForwardResult, Gradients
+from attnloom.backends.registry import Again, AttentionCall, Backend, ForwardResult, Gradients
 from attnloom.block_mask import BlockLists
 from attnloom.ir.node import BoundProgram
 from attnloom.paged.table import PageTable
 from attnloom.plan.kernel_plan import KernelPlan
 from attnloom.plan.problem import KernelOptions, compute_type
+
+_MOST_BACKWARDS = 8  # of one launch
 
 Numbers = tuple[int | float, ...]
 
@@ -29,6 +31,7 @@ class Launch:
     num_score_tensors: how many of the `tensors` of a run belong to the score program; the rest
         are the mask program's.
     table: of sequences in a cache; such a launch has a forward only.
+    again: of a launch that runs again on tensors of one form only (`repeats.py`).
     """
 
     plan: KernelPlan
@@ -39,6 +42,7 @@ class Launch:
     mask_numbers: Numbers
     num_score_tensors: int
     table: PageTable | None = None
+    again: Again | None = field(default=None, compare=False)
 
     @property
     def options(self) -> KernelOptions:
@@ -76,10 +80,20 @@ class Launch:
         for_backward: bool = False,
     ) -> ForwardResult:
         """Run the forward; a problem without queries or keys never reaches the backend."""
+        again = self.again
+        if again is not None:
+            run = again.forwards.get((want_max_scores, for_backward))
+            result = None if run is None else run(query, key, value, tensors)
+            if result is not None:
+                return result
         if query.numel() == 0 or key.numel() == 0:
             return _empty_forward(query, key, value, want_max_scores)
         call = self.call(query, key, value, tensors, for_backward)
-        return self.backend.forward(call, want_max_scores)
+        result = self.backend.forward(call, want_max_scores)
+        if again is not None and (want_max_scores, for_backward) not in again.forwards:
+            found = self.backend.forward_again(call, want_max_scores)
+            again.forwards[want_max_scores, for_backward] = found
+        return result
 
     def backward(
         self,
@@ -92,6 +106,15 @@ class Launch:
         dlse: torch.Tensor | None,
     ) -> Gradients:
         """Run the backward; saved: out and lse of the forward, and its row_state if at hand."""
+        again = self.again
+        place: tuple[object, ...] = ()
+        inputs = (query, key, value, *saved[:2], dout, *(() if dlse is None else (dlse,)))
+        if again is not None:
+            place = (dout.dtype, *[t.stride() for t in (*inputs, *tensors)])
+            run = again.backwards.get(place)
+            grads = None if run is None else run(inputs, tensors)
+            if grads is not None:
+                return grads
         if query.numel() == 0 or key.numel() == 0:
             dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
             slots = self.grad_slots()
@@ -102,7 +125,13 @@ class Launch:
             return Gradients(dq, dk, dv, captured)
         out, lse, *state = saved
         call = self.call(query, key, value, tensors, row_state=state[0] if state else None)
-        return self.backend.backward(call, out, lse, dout, dlse)
+        grads = self.backend.backward(call, out, lse, dout, dlse)
+        if again is not None and place not in again.backwards:
+            if len(again.backwards) >= _MOST_BACKWARDS:
+                again.backwards.clear()
+            found = self.backend.backward_again(call, out, lse, dout, dlse)
+            again.backwards[place] = found
+        return grads
 
     def grad_slots(self) -> tuple[int, ...]:
         """Slots of the captured tensors that the backend returns a gradient for."""

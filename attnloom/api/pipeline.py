@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnloom.api import autograd, bounds_check, broadcast, cached, validate
+from attnloom.api import autograd, bounds_check, broadcast, cached, repeats, validate
 from attnloom.api.masks import noop_mask
 from attnloom.api.options import read_options
 from attnloom.api.planning import plan_launch
@@ -37,6 +37,15 @@ def run(
 
     table: of keys and values in pages.
     """
+    call = place = None
+    if table is None and not isinstance(block_mask, DecodeMask):
+        call = repeats.Call(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options
+        )
+        place = repeats.key_of(call)
+        known = None if place is None else repeats.find(place, call)
+        if known is not None:
+            return autograd.attention(known[0], query, key, value, known[1], want_max_scores)
     validate.check_inputs(query, key, value, enable_gqa, table is not None)
     if isinstance(block_mask, DecodeMask):
         table, whole = cached.table_of(block_mask, table), block_mask.mask
@@ -70,6 +79,8 @@ def run(
     launch, tensors = plan_launch((query, key, value), score, mask, lists, factor, options, table)
     if table is not None:
         return cached.attention(launch, query, key, value, tensors, want_max_scores)
+    if call is not None and place is not None and not options.debug_bounds:
+        repeats.keep(place, call, launch)
     if options.debug_bounds:
         bounds_check.check(launch.call(query, key, value, tensors), score_mod, mask_mod)
     return autograd.attention(launch, query, key, value, tensors, want_max_scores)

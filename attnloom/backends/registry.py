@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +87,30 @@ class Gradients:
     dtensors: tuple[torch.Tensor | None, ...]
 
 
+# query, key, value and the captured tensors of score and mask, like those of an earlier call in
+# everything but addresses and contents -> what `forward` gives; None where it has to be asked.
+ForwardAgain = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], "ForwardResult | None"
+]
+# (query, key, value, out, lse, dout and dlse, if there is one), captured tensors -> what `backward`
+# gives; None where it has to be asked. No captured tensor has a gradient.
+BackwardAgain = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], "Gradients | None"]
+
+
+class Again:
+    """What is remembered of a call for calls like it; None for a backend that has no shorter way.
+
+    forwards: by (want_max_scores, for_backward). backwards: by the strides of all inputs, which
+    those of the forward need not have any more, and dout's dtype.
+    """
+
+    __slots__ = ("backwards", "forwards")
+
+    def __init__(self) -> None:
+        self.forwards: dict[tuple[bool, bool], ForwardAgain | None] = {}
+        self.backwards: dict[tuple[object, ...], BackwardAgain | None] = {}
+
+
 class Backend(Protocol):
     """Forward and backward of fused attention on one kind of device."""
 
@@ -97,6 +122,10 @@ class Backend(Protocol):
 
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult: ...
 
+    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
+        """A shorter way to `forward` for calls like this one, which has run."""
+        ...
+
     def backward(
         self,
         call: AttentionCall,
@@ -105,6 +134,17 @@ class Backend(Protocol):
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
     ) -> Gradients: ...
+
+    def backward_again(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> BackwardAgain | None:
+        """A shorter way to `backward` for calls like this one, which has run."""
+        ...
 
 
 # name -> module and class; imported when first used, so that one backend never pays for another.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,34 @@ def traced(
     if found is None:
         stats.count("traces")
         return trace(kind, mod, score_dtype, device)[0]
-    key = (
+    key = _key(kind, score_dtype, device, found)
+    known = _templates.get(key, ())
+    template = _serving(known, found)
+    if template is not None:
+        return template.bind(found)
+    stats.count("traces")
+    bound, record = trace(kind, mod, score_dtype, device)
+    template = _template(bound, record, found, mod, trace, generalise=bool(known))
+    if template is not None:
+        _store(key, template)
+    return bound
+
+
+def recognised(
+    kind: Kind, mod: Any, score_dtype: DType, device: torch.device
+) -> BoundProgram | None:
+    """The bound program of a mod by a template, None where it would be traced."""
+    found = dependencies(mod)
+    if found is None:
+        return None
+    template = _serving(_templates.get(_key(kind, score_dtype, device, found), ()), found)
+    return None if template is None else template.bind(found)
+
+
+def _key(
+    kind: Kind, score_dtype: DType, device: torch.device, found: Dependencies
+) -> tuple[Any, ...]:
+    return (
         kind,
         score_dtype,
         device,
@@ -81,16 +108,13 @@ def traced(
         torch.get_default_dtype(),
         *found.key,
     )
-    known = _templates.get(key, ())
+
+
+def _serving(known: Sequence[_Template], found: Dependencies) -> _Template | None:
     for template in known:
         if template.serves(found):
-            return template.bind(found)
-    stats.count("traces")
-    bound, record = trace(kind, mod, score_dtype, device)
-    template = _template(bound, record, found, mod, trace, generalise=bool(known))
-    if template is not None:
-        _store(key, template)
-    return bound
+            return template
+    return None
 
 
 def clear() -> None:

@@ -50,7 +50,7 @@ _PURE_BUILTINS = frozenset(
 _MISSING = object()
 
 
-class _UnrecognisedError(Exception):
+class UnrecognisedError(Exception):
     """The mod depends on something whose state cannot be compared."""
 
 
@@ -86,7 +86,7 @@ def dependencies(mod: Any) -> Dependencies | None:
             _visit(mod, found)
         else:
             _visit_callable(mod, found)
-    except (_UnrecognisedError, RecursionError):
+    except (UnrecognisedError, RecursionError):
         return None
     tensors = found.tensors
     if len(tensors) > 1:  # which of them are one object
@@ -101,7 +101,7 @@ def _visit(value: Any, found: Dependencies, chains: tuple[Chain, ...] = _WHOLE) 
     visitor = _VISITORS.get(kind)
     if visitor is not None:
         visitor(value, found)
-    elif _is_stateless(value, kind):
+    elif is_stateless(value, kind):
         found.key.append(value)
     else:
         _visit_object(value, found, chains)
@@ -151,7 +151,7 @@ def _visit_sequence(value: list[Any] | tuple[Any, ...], found: Dependencies) -> 
 def _visit_dict(value: dict[Any, Any], found: Dependencies) -> None:
     _checked_length(value, found)
     if any(type(k) is not str and type(k) is not int for k in value):
-        raise _UnrecognisedError
+        raise UnrecognisedError
     found.key.append((dict, tuple(value), tuple(type(k) for k in value)))
     for item in value.values():
         _visit(item, found)
@@ -159,19 +159,20 @@ def _visit_dict(value: dict[Any, Any], found: Dependencies) -> None:
 
 def _checked_length(value: Any, found: Dependencies) -> int:
     if len(value) > _MAX_LENGTH or len(found.key) > _MAX_ENTRIES:
-        raise _UnrecognisedError
+        raise UnrecognisedError
     return len(value)
 
 
 def _visit_partial(partial: functools.partial[Any], found: Dependencies) -> None:
     if partial.__dict__.keys() - _UNREAD:
-        raise _UnrecognisedError
+        raise UnrecognisedError
     found.key.append(("partial", len(partial.args), tuple(partial.keywords)))
     for value in (partial.func, *partial.args, *partial.keywords.values()):
         _visit(value, found)
 
 
-def _is_stateless(value: Any, kind: type) -> bool:
+def is_stateless(value: Any, kind: type) -> bool:
+    """Whether it does the same at all times: a module, a builtin, a class."""
     if isinstance(value, ModuleType):
         return value.__name__.split(".")[0] in ("torch", "math", "operator")
     if kind is BuiltinFunctionType:
@@ -182,16 +183,16 @@ def _is_stateless(value: Any, kind: type) -> bool:
 
 def _visit_function(function: FunctionType, found: Dependencies) -> None:
     if function.__dict__.keys() - _UNREAD or len(found.key) > _MAX_ENTRIES:
-        raise _UnrecognisedError
+        raise UnrecognisedError
     place = found.functions.setdefault((id(function), found.rigid), len(found.functions))
     if place != len(found.functions) - 1:
         found.key.append(place)
         return
     code = function.__code__
-    if code.co_filename.startswith(_TORCH_FOLDER):
+    if is_of_torch(function):
         found.key.append(function)
         return
-    facts = _facts(code)
+    facts = pure_facts(code)
     found.key.append(facts)
     chains = facts.chains
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -202,11 +203,16 @@ def _visit_function(function: FunctionType, found: Dependencies) -> None:
         for name, value in function.__kwdefaults__.items():
             found.key.append(name)
             _visit(value, found)
-    for name, value in _globals_of(function, facts):
+    for name, value in globals_of(function, facts):
         _visit(value, found, chains.get(name, _WHOLE))
 
 
-def _facts(code: CodeType) -> CodeFacts:
+def is_of_torch(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_TORCH_FOLDER)
+
+
+def pure_facts(code: CodeType) -> CodeFacts:
+    """Facts of code that depends on nothing unseen; raises UnrecognisedError for other code."""
     facts = _codes.get(id(code))
     if facts is None:
         facts = code_facts(code)
@@ -215,7 +221,7 @@ def _facts(code: CodeType) -> CodeFacts:
             while len(_codes) > _MAX_CODES:
                 _codes.popitem(last=False)
     if not facts.pure_lookup:
-        raise _UnrecognisedError
+        raise UnrecognisedError
     return facts
 
 
@@ -223,15 +229,16 @@ def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        raise _UnrecognisedError from None
+        raise UnrecognisedError from None
 
 
-def _globals_of(function: FunctionType, facts: CodeFacts) -> Iterator[tuple[str, Any]]:
+def globals_of(function: FunctionType, facts: CodeFacts) -> Iterator[tuple[str, Any]]:
+    """Names and values of the globals that a function reads."""
     space = function.__globals__
     for name in facts.global_names:
         value = space.get(name, _BUILTINS.get(name, _MISSING))
         if value is _MISSING:
-            raise _UnrecognisedError
+            raise UnrecognisedError
         yield name, value
 
 
@@ -253,16 +260,16 @@ def _visit_callable(mod: Any, found: Dependencies) -> None:
 def _visit_method(function: Any, owner: Any, found: Dependencies) -> None:
     """A method, with those attributes of its object that its code reads from its first argument."""
     if type(function) is not FunctionType or not function.__code__.co_argcount:
-        raise _UnrecognisedError
+        raise UnrecognisedError
     if function.__code__.co_filename.startswith(_TORCH_FOLDER):
-        raise _UnrecognisedError
+        raise UnrecognisedError
     found.key.append(MethodType)
     seen = (id(function), found.rigid) in found.functions
     _visit_function(function, found)
     if seen:  # with the same object or another, whose attributes have not been looked at
-        raise _UnrecognisedError
+        raise UnrecognisedError
     first = function.__code__.co_varnames[0]
-    _visit(owner, found, _facts(function.__code__).chains.get(first, ()))
+    _visit(owner, found, pure_facts(function.__code__).chains.get(first, ()))
 
 
 def _visit_object(owner: Any, found: Dependencies, chains: tuple[Chain, ...]) -> None:
@@ -271,7 +278,7 @@ def _visit_object(owner: Any, found: Dependencies, chains: tuple[Chain, ...]) ->
     found.key.append(type(owner))
     for chain in chains:
         if not chain:
-            raise _UnrecognisedError
+            raise UnrecognisedError
         value, rest = _attribute(owner, chain[0], found), chain[1:]
         if value is not _MISSING:
             _visit(value, found, (rest,))
@@ -284,10 +291,10 @@ def _attribute(owner: Any, name: str, found: Dependencies) -> Any:
     if isinstance(owner, ModuleType):
         return _present(vars(owner), name)
     if kind.__getattribute__ is not object.__getattribute__ or isinstance(owner, type):
-        raise _UnrecognisedError
+        raise UnrecognisedError
     of_class = _class_attribute(kind, name)
     if hasattr(type(of_class), "__set__"):  # a property or a slot
-        raise _UnrecognisedError
+        raise UnrecognisedError
     own = getattr(owner, "__dict__", {})
     if name in own:
         return own[name]
@@ -297,7 +304,7 @@ def _attribute(owner: Any, name: str, found: Dependencies) -> Any:
         _visit_method(of_class, owner, found)
         return _MISSING
     if hasattr(type(of_class), "__get__"):
-        raise _UnrecognisedError
+        raise UnrecognisedError
     return of_class
 
 
@@ -308,16 +315,16 @@ def _class_attribute(kind: type, name: str) -> Any:
 def _module_attribute(owner: Any, own: dict[str, Any], name: str) -> Any:
     """A parameter, buffer or submodule."""
     if getattr(type(owner), "__getattr__", None) is not torch.nn.Module.__getattr__:
-        raise _UnrecognisedError
+        raise UnrecognisedError
     for table in ("_parameters", "_buffers", "_modules"):
         if name in own.get(table, ()):
             return own[table][name]
-    raise _UnrecognisedError
+    raise UnrecognisedError
 
 
 def _present(space: dict[str, Any], name: str) -> Any:
     if name not in space:
-        raise _UnrecognisedError
+        raise UnrecognisedError
     return space[name]
 
 
@@ -366,7 +373,7 @@ def with_numbers(value: Any, proxies: Iterator[NumberProxy], twins: dict[int, An
         return value
     if id(value) in twins:
         if twins[id(value)] is None:  # a function that reaches itself
-            raise _UnrecognisedError
+            raise UnrecognisedError
         return twins[id(value)]
     twins[id(value)] = None
     twin = twins[id(value)] = _twin_function(value, proxies, twins)
@@ -382,7 +389,7 @@ def _twin_function(
     defaults = tuple(with_numbers(v, proxies, twins) for v in function.__defaults__ or ())
     named = {k: with_numbers(v, proxies, twins) for k, v in (function.__kwdefaults__ or {}).items()}
     space = dict(function.__globals__)
-    for name, found in _globals_of(function, _facts(function.__code__)):
+    for name, found in globals_of(function, pure_facts(function.__code__)):
         space[name] = with_numbers(found, proxies, twins)
     twin = FunctionType(
         function.__code__, space, function.__name__, defaults or None, cells or None

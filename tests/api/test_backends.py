@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnloom import compile_stats, flex_attention, reset_compile_stats
-from attnloom.api import planning
+from attnloom.api import planning, repeats
 from attnloom.backends import registry
 from attnloom.backends.cpu import toolchain
 from attnloom.errors import UnsupportedError
@@ -22,6 +22,7 @@ from tests.api.mods import qkv
 @pytest.fixture(autouse=True)
 def _nothing_is_planned_yet(monkeypatch):
     monkeypatch.setattr(planning, "_plans", {})
+    monkeypatch.setattr(repeats, "_buckets", {})
     monkeypatch.setattr(planning, "_warned", set())
 
 

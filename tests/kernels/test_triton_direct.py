@@ -52,11 +52,12 @@ class Driver:
         size._obj.value = self.sizes[i]
         return 0
 
-    def cuLaunchKernel(self, function: int, *rest: Any) -> int:
+    def cuLaunchKernel(self, function: Any, *rest: Any) -> int:
         *shape, _, values, _ = rest
-        self.shape = tuple(shape)
+        self.shape = tuple(size.value for size in shape)
+        places = (ctypes.c_void_p * len(self.sizes)).from_address(values.value)
         self.given = [
-            ctypes.string_at(place, size) for place, size in zip(values, self.sizes, strict=True)
+            ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)
         ]
         return 0
 
@@ -95,7 +96,7 @@ class Checker:
         library = Driver(declared(made.text))
         kinds = tuple(type_of(a) for a in args)
         descriptors = [a for a in args if isinstance(a, TensorDescriptor)]
-        loaded = direct._Loaded(
+        loaded = direct.Loaded(
             None, 7, 0, self.options["num_warps"], made.shared, kinds, (_MADE,) * len(descriptors)
         )
         utils = SimpleNamespace(fill_tma_descriptor=library.encode)
@@ -167,7 +168,7 @@ def test_parameters_are_those_that_the_kernels_declare() -> None:
 
 
 def test_a_kernel_with_other_parameters_is_left_to_triton() -> None:
-    loaded = direct._Loaded(None, 7, 0, 4, 0, ("*fp32", "fp32"), ())
+    loaded = direct.Loaded(None, 7, 0, 4, 0, ("*fp32", "fp32"), ())
     library = Driver([8, 8, 8, 8])
     with mock.patch.object(direct, "_cuda", lambda: library):
         assert not direct._is_known(loaded, (torch.zeros(1), 1.0))
@@ -204,7 +205,7 @@ def test_a_launcher_starts_directly_what_it_was_compiled_for() -> None:
     with (
         mock.patch.object(launcher, "direct", lambda *_: Started()),
         mock.patch.object(launcher, "driver", current),
-        mock.patch.object(launcher, "_stream_of", lambda n: 100 + n),
+        mock.patch.object(launcher, "stream_of", lambda n: 100 + n),
         mock.patch.object(torch._C, "_cuda_getDevice", lambda: device[0], create=True),
     ):
         launch = launcher.Launcher(Kernel(), Any, 4, {"num_warps": 4})

@@ -107,6 +107,12 @@ class CpuBackend:
         _launch(kernel, call, real, Parts(operands, rows, schedule or Schedule(threads)))
         return ForwardResult(out, lse, max_scores, state)
 
+    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> None:
+        return None
+
+    def backward_again(self, call: AttentionCall, *given: torch.Tensor | None) -> None:
+        return None
+
     def backward(
         self,
         call: AttentionCall,

@@ -12,7 +12,14 @@ import logging
 import torch
 
 from attnloom.backends.gluon import gate
-from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients, load
+from attnloom.backends.registry import (
+    AttentionCall,
+    BackwardAgain,
+    ForwardAgain,
+    ForwardResult,
+    Gradients,
+    load,
+)
 from attnloom.backends.triton.current import on_device
 from attnloom.errors import UnsupportedError
 
@@ -37,6 +44,15 @@ class GluonBackend:
             return self._other(call, found).forward(call, want_max_scores)
         return found
 
+    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
+        from attnloom.backends.gluon import launch_forward
+
+        with on_device(call.query.device):
+            found = launch_forward.forward_again(call, want_max_scores)
+        if isinstance(found, str):
+            return self._other(call, found).forward_again(call, want_max_scores)
+        return found
+
     def backward(
         self,
         call: AttentionCall,
@@ -52,6 +68,25 @@ class GluonBackend:
             return self._other(call, why).backward(call, out, lse, dout, dlse)
         with on_device(call.query.device):
             return launch_backward.backward(call, out, lse, dout, dlse)
+
+    def backward_again(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> BackwardAgain | None:
+        from attnloom.backends.gluon import launch_backward
+
+        why = gate.call_refusal(call) or launch_backward.refusal(call)
+        if why is not None:
+            return self._other(call, why).backward_again(call, out, lse, dout, dlse)
+        with on_device(call.query.device):
+            found = launch_backward.backward_again(call, out, lse, dout, dlse)
+        if isinstance(found, str):
+            return load("triton").backward_again(call, out, lse, dout, dlse)
+        return found
 
     def _other(self, call: AttentionCall, why: str):
         """The Triton backend; an error if this one was asked for."""

@@ -18,6 +18,7 @@ from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.gluon.ready_backward import Ready
 from attnloom.backends.registry import AttentionCall, Gradients, load
+from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
 from attnloom.backends.triton.arguments import bind
 from attnloom.backends.triton.captured import Captured
 from attnloom.backends.triton.launch_backward import zero_gradients
@@ -76,36 +77,90 @@ def _run_known(operands: Operands) -> Gradients | None:
     return found
 
 
+def backward_again(
+    call: AttentionCall,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> BackwardAgain | str | None:
+    """See `registry.Backend`; None where launches are Triton's, and for captured gradients. A
+    reason where the portable kernels run it."""
+    why = ready_backward.portable(call)
+    if why is not None:
+        return why
+    found = operands_of_aliases(call, out, lse, dout, dlse)
+    if found is None or ready_backward.with_descriptor(dout) is not dout:
+        return None
+    operands, sources = found
+    seen, ready = ready_backward.remembered(ready_backward.key_of(operands))
+    if ready is None:
+        return _HEAVY if seen else None
+    stats, dq_sum = _buffers(operands, ready)
+    sources = (*sources, stats, dq_sum)
+    launches = (
+        (ready.prepare, _prepare_arguments(operands, ready, stats, dq_sum)),
+        (ready.main, _main_arguments(operands, ready, (stats, dq_sum), _NO_SINKS)),
+        (ready.finish, _finish_arguments(operands, ready, dq_sum)),
+    )
+    restarts = [launch.restart(args, sources) for launch, args in launches]
+    return BackwardAgain.of(operands, (stats, dq_sum), restarts)
+
+
 def _run(operands: Operands, ready: Ready) -> Gradients:
     call, dq, dk, dv = operands.call, operands.dq, operands.dk, operands.dv
     captured = Captured.of(call)
-    device = dq.device
-    stats = torch.empty(2, ready.lines, dtype=torch.float32, device=device)
-    dq_sum = torch.empty(ready.lines, ready.width, dtype=torch.float32, device=device)
-    lse = operands.lse
-    ready.prepare(
-        operands.rows_aligned, operands.out, operands.dout,
-        lse if operands.dlse is None else operands.dlse, lse, stats, dq_sum, ready.around_shape,
-        ready.strides,
-    )  # fmt: skip
-    query, key, value, dout = operands.inputs
-    tensors = (query, dout, key, value, dk, dv)
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = (
-        blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
-    )
-    ready.main(
-        addresses_aligned(call), q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc,
-        dv_desc, dq_sum, _lists(call), bind(call.score), bind(call.mask),
-        _NO_SINKS if captured is None else captured.arguments(None), ready.scales,
-        ready.main_shape,
-    )  # fmt: skip
-    ready.finish(True, dq_sum, dq, ready.scales[2], ready.around_shape)
+    stats, dq_sum = _buffers(operands, ready)
+    sinks = _NO_SINKS if captured is None else captured.arguments(None)
+    ready.prepare(operands.rows_aligned, *_prepare_arguments(operands, ready, stats, dq_sum))
+    args = _main_arguments(operands, ready, (stats, dq_sum), sinks)
+    ready.main(addresses_aligned(call), *args)
+    ready.finish(True, *_finish_arguments(operands, ready, dq_sum))
     dtensors: tuple[torch.Tensor | None, ...] = ()
     if captured is not None:
         dtensors = captured.total(None)
     elif call.score is not None:
         dtensors = zero_gradients(call)
     return Gradients(dq, dk, dv, dtensors)
+
+
+def _buffers(operands: Operands, ready: Ready) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row statistics, and the memory that dq is added to."""
+    device = operands.dq.device
+    stats = torch.empty(2, ready.lines, dtype=torch.float32, device=device)
+    return stats, torch.empty(ready.lines, ready.width, dtype=torch.float32, device=device)
+
+
+def _prepare_arguments(
+    operands: Operands, ready: Ready, stats: torch.Tensor, dq_sum: torch.Tensor
+) -> tuple[Any, ...]:
+    lse = operands.lse
+    return (
+        operands.out, operands.dout, lse if operands.dlse is None else operands.dlse, lse, stats,
+        dq_sum, ready.around_shape, ready.strides,
+    )  # fmt: skip
+
+
+def _main_arguments(
+    operands: Operands,
+    ready: Ready,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    sinks: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    call, (stats, dq_sum) = operands.call, buffers
+    query, key, value, dout = operands.inputs
+    tensors = (query, dout, key, value, operands.dk, operands.dv)
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = (
+        blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
+    )
+    return (
+        q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dv_desc, dq_sum,
+        _lists(call), bind(call.score), bind(call.mask), sinks, ready.scales, ready.main_shape,
+    )  # fmt: skip
+
+
+def _finish_arguments(operands: Operands, ready: Ready, dq_sum: torch.Tensor) -> tuple[Any, ...]:
+    return dq_sum, operands.dq, ready.scales[2], ready.around_shape
 
 
 def _lists(call: AttentionCall) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, s
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
+from attnloom.backends.triton.again import ForwardAgain, with_aliases
 from attnloom.backends.triton.arguments import bind
 from attnloom.backends.triton.fields import Tensors, launch_key, overhanging_block
 from attnloom.backends.triton.launch_decode import is_decode
@@ -58,13 +59,10 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
     """Run the forward kernel on tensors none of which is empty; or say why another backend has to,
     or under "auto" had better."""
     # small problems hear it first: their time is the host's
-    why = _slower(call) if call.options.backend == "auto" else None
-    why = why or gate.call_refusal(call)
+    why = _not_here(call)
     if why is not None:
         return why
-    fixed = has_first_numbers(call)
-    inputs = _Inputs(call.query, call.key, call.value, call.query if want_max_scores else None)
-    key = (fixed, call.scale, _size_class(call.blocks), *launch_key(call, inputs))
+    fixed, key = _key(call, want_max_scores)
     ready = _ready.get(key)
     if isinstance(ready, str):
         return ready
@@ -83,6 +81,44 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
         return ready if isinstance(ready, str) else tensors.result()
     _ready[key] = why
     return why
+
+
+def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | str | None:
+    """See `registry.Backend`; None where launches are Triton's, a reason as `forward`'s."""
+    why = _not_here(call)
+    if why is not None:
+        return why
+    ready = _ready.get(_key(call, want_max_scores)[1])
+    if isinstance(ready, str):
+        return ready
+    tensors = Tensors.of(call, want_max_scores)
+    found = with_aliases(call, tensors)
+    if ready is None or found is None or not addresses_aligned(call):
+        return None
+    alias, others, sources = found
+    device = call.query.device
+    counter = _counter(device).detach()
+    args = _arguments(ready, alias, others, counter)
+    restart = ready.launch.restart(args, (*sources, counter))
+    if restart is None:
+        return None
+
+    def start(stream: int, addresses: tuple[int, ...]) -> None:
+        restart(stream, (*addresses, _counter(device).data_ptr()))
+
+    return ForwardAgain(call, tensors, start)
+
+
+def _not_here(call: AttentionCall) -> str | None:
+    why = _slower(call) if call.options.backend == "auto" else None
+    return why or gate.call_refusal(call)
+
+
+def _key(call: AttentionCall, want_max_scores: bool) -> tuple[bool, tuple[object, ...]]:
+    """Whether numbers are the first ones, and what launches are remembered by."""
+    fixed = has_first_numbers(call)
+    inputs = _Inputs(call.query, call.key, call.value, call.query if want_max_scores else None)
+    return fixed, (fixed, call.scale, _size_class(call.blocks), *launch_key(call, inputs))
 
 
 class _Inputs(NamedTuple):
@@ -195,14 +231,21 @@ def _choose(call: AttentionCall, tensors: Tensors, fixed: bool) -> _Ready | str:
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
+    counter = _counter(tensors.lse.device)
+    ready.launch(addresses_aligned(call), *_arguments(ready, call, tensors, counter))
+
+
+def _arguments(
+    ready: _Ready, call: AttentionCall, tensors: Tensors, counter: torch.Tensor
+) -> tuple[object, ...]:
+    """Of forward_kernel but for its config."""
     query, key, value, out = (
         blank.at(t) for blank, t in zip(ready.blanks, tensors.operands, strict=True)
     )
     _, lse, max_scores = tensors.outputs()
-    ready.launch(
-        addresses_aligned(call), query, key, value, out, lse, max_scores, _counter(lse.device),
-        _lists(call, ready.form), bind(call.score), bind(call.mask), ready.scales.factor,
-        ready.scales.base, ready.shape,
+    return (
+        query, key, value, out, lse, max_scores, counter, _lists(call, ready.form),
+        bind(call.score), bind(call.mask), ready.scales.factor, ready.scales.base, ready.shape,
     )  # fmt: skip
 
 

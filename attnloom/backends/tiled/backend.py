@@ -49,6 +49,12 @@ class TiledBackend:
         return ForwardResult(out, lse, max_scores if want_max_scores else None)
 
     @torch.no_grad()
+    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> None:
+        return None
+
+    def backward_again(self, call: AttentionCall, *given: torch.Tensor | None) -> None:
+        return None
+
     def backward(
         self,
         call: AttentionCall,

@@ -47,7 +47,7 @@ def _unplaced(*_: object) -> None:
 
 
 @dataclass(slots=True)
-class _Part:
+class Part:
     """An argument of a kernel that is not a plain pointer: where its values lie.
 
     at: its place among the arguments. is_tuple: else a number or a descriptor (map_at >= 0).
@@ -69,18 +69,20 @@ class _Part:
 
 
 @dataclass(slots=True)
-class _Layout:
+class Layout:
     """Sizes and places of the parameters in the kernel's order, and the bytes reserved so far.
 
-    plain: which arguments are single pointers; they lie side by side from plain_at on.
+    plain: which arguments are single pointers; they lie side by side from plain_at on, and those
+        in tuples behind them.
     """
 
     sizes: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     room: int = 0
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     plain: tuple[int, ...] = ()
     plain_at: int = 0
+    next_pointer: int = 0
     scratch_at: int = 0
 
     def reserve(self, size: int, align: int) -> int:
@@ -94,44 +96,83 @@ class _Layout:
         self.places.append(place)
 
 
+Writer = Callable[..., None]
+
+
+class Room:
+    """Memory for the parameters of one launch, and pointers to each of them."""
+
+    __slots__ = ("_bytes", "_owner", "_values", "address", "values")
+
+    def __init__(self, layout: Layout) -> None:
+        self._owner = ctypes.create_string_buffer(layout.room + _MAP_BYTES)
+        base = ctypes.addressof(self._owner)
+        base += -base % _MAP_BYTES
+        self.address = base
+        self._bytes = (ctypes.c_char * layout.room).from_address(base)
+        self._values = (ctypes.c_void_p * len(layout.places))(*(base + at for at in layout.places))
+        self.values = ctypes.c_void_p(ctypes.addressof(self._values))
+        self.writer("QQ", layout.scratch_at)(0, 0)
+
+    def writer(self, formats: str, at: int) -> Writer:
+        return functools.partial(struct.Struct("=" + formats).pack_into, self._bytes, at)
+
+    def encode(self, part: Part, place: int) -> object:
+        """Write a TMA descriptor of a tensor there; what it was copied from."""
+        encoded = driver.active.utils.fill_tma_descriptor(place, *part.encoding)
+        self.copy(encoded, part)
+        return encoded
+
+    def copy(self, encoded: object, part: Part) -> None:
+        # PyCUtensorMapObject: a head, then the map at the next multiple of 128
+        ctypes.memmove(self.address + part.map_at, id(encoded) + _MAP_BYTES, _MAP_BYTES)
+
+
+class Start:
+    """The driver's call for one kernel, its arguments converted once."""
+
+    __slots__ = ("_launch", "_module", "_sizes", "_values")
+
+    def __init__(self, loaded: Loaded, grid: int, room: Room) -> None:
+        library = _cuda()
+        assert library is not None
+        self._module = loaded.module
+        sizes = (grid, 1, 1, 32 * loaded.num_warps, 1, 1, loaded.shared)
+        self._sizes = (ctypes.c_void_p(loaded.function), *map(ctypes.c_uint, sizes))
+        self._values = room.values
+        self._launch = library.cuLaunchKernel
+
+    def __call__(self, stream: int) -> None:
+        status = self._launch(*self._sizes, stream, self._values, None)
+        if status == _NO_CONTEXT:  # a thread that has not used the device yet
+            torch.cuda.current_stream().query()
+            status = self._launch(*self._sizes, stream, self._values, None)
+        if status:
+            raise RuntimeError(f"the CUDA driver refused to start a kernel (error {status})")
+
+
 class Direct:
     """Starts one compiled kernel with arguments of the types that it was compiled for."""
 
     __slots__ = (
-        "_address", "_buffer", "_function", "_launch", "_lock", "_maps", "_module", "_others",
-        "_plain", "_sizes", "_values", "_write_plain", "spills",
+        "_lock", "_maps", "_others", "_plain", "_room", "_start", "_write_plain", "grid", "loaded",
     )  # fmt: skip
 
-    def __init__(self, loaded: _Loaded, grid: int, args: tuple[object, ...]) -> None:
-        library = _cuda()
-        assert library is not None
-        self._module, self._function, self.spills = loaded.module, loaded.function, loaded.spills
-        layout = _laid_out(loaded, args)
-        self._buffer = ctypes.create_string_buffer(layout.room + _MAP_BYTES)
-        base = ctypes.addressof(self._buffer)
-        base += -base % _MAP_BYTES
-        room = (ctypes.c_char * layout.room).from_address(base)
-        self._address = base
-
-        def writer(formats: str, at: int) -> Callable[..., None]:
-            return functools.partial(struct.Struct("=" + formats).pack_into, room, at)
-
-        for part in layout.parts:
-            part.write_pointers = writer("Q" * len(part.pointers), part.pointer_at)
-            part.write_numbers = writer(part.formats, part.number_at)
+    def __init__(self, loaded: Loaded, grid: int, args: tuple[object, ...]) -> None:
+        self.loaded, self.grid = loaded, grid
+        layout = laid_out(loaded, args)
+        self._room = Room(layout)
+        prepare_parts(layout, loaded, self._room, args)
         self._plain = layout.plain
-        self._write_plain = writer("Q" * len(layout.plain), layout.plain_at)
-        writer("QQ", layout.scratch_at)(0, 0)
-        self._values = (ctypes.c_void_p * len(layout.places))(*(base + at for at in layout.places))
-        self._sizes = (grid, 1, 1, 32 * loaded.num_warps, 1, 1, loaded.shared)
-        self._launch = library.cuLaunchKernel
+        self._write_plain = self._room.writer("Q" * len(layout.plain), layout.plain_at)
+        self._start = Start(loaded, grid, self._room)
         self._lock = threading.Lock()
         self._maps = [part for part in layout.parts if part.map_at >= 0]
         self._others = [part for part in layout.parts if part.map_at < 0]
-        for part, made in zip(self._maps, loaded.maps, strict=True):
-            described: Any = args[part.at]
-            part.write_numbers(*described.shape, *described.strides)
-            part.encoding = _encoding(made, described)
+
+    @property
+    def spills(self) -> int:
+        return self.loaded.spills
 
     def __call__(self, stream: int, args: tuple[Any, ...]) -> None:
         with self._lock:  # the driver has copied the parameters when it returns
@@ -140,24 +181,25 @@ class Direct:
                 arg = args[part.at]
                 place = (arg if isinstance(arg, torch.Tensor) else arg.base).data_ptr()
                 if place != part.last:
-                    self._encode(part, place)
+                    self._room.encode(part, place)
+                    part.last = place
             for part in self._others:
                 arg = args[part.at]
                 if arg is not part.last:
                     _write(part, arg)
-            status = self._launch(self._function, *self._sizes, stream, self._values, None)
-            if status == _NO_CONTEXT:  # a thread that has not used the device yet
-                torch.cuda.current_stream().query()
-                status = self._launch(self._function, *self._sizes, stream, self._values, None)
-        if status:
-            raise RuntimeError(f"the CUDA driver refused to start a kernel (error {status})")
+            self._start(stream)
 
-    def _encode(self, part: _Part, place: int) -> None:
-        encoded = driver.active.utils.fill_tma_descriptor(place, *part.encoding)
-        # PyCUtensorMapObject: a head, then the map at the next multiple of 128
-        source = id(encoded) + _MAP_BYTES
-        ctypes.memmove(self._address + part.map_at, source, _MAP_BYTES)
-        part.last = place
+
+def prepare_parts(layout: Layout, loaded: Loaded, room: Room, args: tuple[object, ...]) -> None:
+    """Give parts their writers, and descriptors what does not depend on their address."""
+    for part in layout.parts:
+        part.write_pointers = room.writer("Q" * len(part.pointers), part.pointer_at)
+        part.write_numbers = room.writer(part.formats, part.number_at)
+    maps = [part for part in layout.parts if part.map_at >= 0]
+    for part, made in zip(maps, loaded.maps, strict=True):
+        described: Any = args[part.at]
+        part.write_numbers(*described.shape, *described.strides)
+        part.encoding = _encoding(made, described)
 
 
 def _encoding(made: dict[str, Any], described: Any) -> tuple[Any, ...]:
@@ -169,7 +211,7 @@ def _encoding(made: dict[str, Any], described: Any) -> tuple[Any, ...]:
     return *form, described.shape, described.strides, 0
 
 
-def _write(part: _Part, arg: Any) -> None:
+def _write(part: Part, arg: Any) -> None:
     """A tuple, or a number."""
     if not part.is_tuple:
         part.write_numbers(arg)
@@ -184,7 +226,7 @@ def _write(part: _Part, arg: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class Loaded:
     """A kernel on a device. kinds: types of its arguments, "constexpr" left out at the end."""
 
     module: Any
@@ -235,22 +277,22 @@ def direct(compiled: Any, grid: int, args: tuple[object, ...]) -> Direct | None:
         )
         if 32 * meta.num_warps > threads:
             raise OutOfResources(32 * meta.num_warps, threads, "threads")
-        loaded = _Loaded(module, function, spills, meta.num_warps, meta.shared, tuple(kinds), maps)
+        loaded = Loaded(module, function, spills, meta.num_warps, meta.shared, tuple(kinds), maps)
         if not _is_known(loaded, args):
             return None
         _kernels[key] = loaded
     return Direct(loaded, grid, args)
 
 
-_kernels: dict[tuple[str, int], _Loaded] = {}
+_kernels: dict[tuple[str, int], Loaded] = {}
 
 
-def _is_known(loaded: _Loaded, args: tuple[object, ...]) -> bool:
+def _is_known(loaded: Loaded, args: tuple[object, ...]) -> bool:
     """Whether the kernel's parameters, by the driver's account, are those written here."""
     library = _cuda()
     assert library is not None
     try:
-        sizes = _laid_out(loaded, args).sizes
+        sizes = laid_out(loaded, args).sizes
     except _UnknownLayoutError:
         return False
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
@@ -264,11 +306,13 @@ def _is_known(loaded: _Loaded, args: tuple[object, ...]) -> bool:
     return True
 
 
-def _laid_out(loaded: _Loaded, args: tuple[object, ...]) -> _Layout:
+def laid_out(loaded: Loaded, args: tuple[object, ...]) -> Layout:
     """Places of all parameters, the two scratch pointers last."""
-    layout = _Layout()
+    layout = Layout()
     layout.plain = tuple(i for i, kind in enumerate(loaded.kinds) if _is_pointer(kind))
-    place = layout.plain_at = layout.reserve(8 * len(layout.plain), 8)
+    in_tuples = sum(_is_pointer(k) for kind in loaded.kinds if type(kind) is tuple for k in kind)
+    place = layout.plain_at = layout.reserve(8 * (len(layout.plain) + in_tuples), 8)
+    layout.next_pointer = place + 8 * len(layout.plain)
     for i, (kind, arg) in enumerate(zip(loaded.kinds, args, strict=True)):
         if _is_pointer(kind):
             layout.declare(8, place)
@@ -285,24 +329,25 @@ def _is_pointer(kind: Any) -> bool:
     return isinstance(kind, str) and kind[0] == "*"
 
 
-def _part(layout: _Layout, at: int, kind: Any, arg: Any) -> _Part:
+def _part(layout: Layout, at: int, kind: Any, arg: Any) -> Part:
     if isinstance(kind, tuple):
         pointers = tuple(i for i, k in enumerate(kind) if _is_pointer(k))
         numbers = tuple(i for i, k in enumerate(kind) if k in _FORMATS)
         if len(pointers) + len(numbers) != len(kind):
             raise _UnknownLayoutError
-        return _placed(layout, _Part(at, True, pointers, numbers), kind)
+        return _placed(layout, Part(at, True, pointers, numbers), kind)
     if kind.startswith("tensordesc"):
         return _described(layout, at, arg)
     if kind in _FORMATS:
-        return _placed(layout, _Part(at, numbers=(0,)), (kind,))
+        return _placed(layout, Part(at, numbers=(0,)), (kind,))
     raise _UnknownLayoutError
 
 
-def _placed(layout: _Layout, part: _Part, kinds: tuple[str, ...]) -> _Part:
+def _placed(layout: Layout, part: Part, kinds: tuple[str, ...]) -> Part:
     """Places for an argument's values: pointers side by side, and numbers."""
     part.formats = "".join(_FORMATS[kinds[i]] for i in part.numbers)
-    part.pointer_at = layout.reserve(8 * len(part.pointers), 8)
+    part.pointer_at = layout.next_pointer
+    layout.next_pointer += 8 * len(part.pointers)
     part.number_at = layout.reserve(struct.calcsize("=" + part.formats), 8)
     pointer, number = part.pointer_at, part.number_at
     for kind in kinds:
@@ -316,10 +361,10 @@ def _placed(layout: _Layout, part: _Part, kinds: tuple[str, ...]) -> _Part:
     return part
 
 
-def _described(layout: _Layout, at: int, arg: Any) -> _Part:
+def _described(layout: Layout, at: int, arg: Any) -> Part:
     """Places for a TMA descriptor, its sizes (32 bits) and its strides (64 bits)."""
     rank = len(arg.shape)
-    part = _Part(at, formats="i" * rank + "q" * rank)
+    part = Part(at, formats="i" * rank + "q" * rank)
     part.map_at = layout.reserve(_MAP_BYTES, _MAP_BYTES)
     layout.declare(_MAP_BYTES, part.map_at)
     part.number_at = layout.reserve(12 * rank, 8)

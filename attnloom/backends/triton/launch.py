@@ -6,11 +6,18 @@ from dataclasses import replace
 
 import torch
 
-from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
+from attnloom.backends.registry import (
+    AttentionCall,
+    BackwardAgain,
+    ForwardAgain,
+    ForwardResult,
+    Gradients,
+)
 from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
 from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.configs import MAX_HEAD_DIM
 from attnloom.backends.triton.current import on_device
+from attnloom.backends.triton.launcher import addresses_aligned
 from attnloom.backends.triton.lists import fitted
 from attnloom.backends.triton.refined import refined
 
@@ -54,6 +61,14 @@ class TritonBackend:
                 return launch_decode.decode(call, want_max_scores)
             return launch_forward.forward(_fitted(call), want_max_scores)
 
+    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
+        if call.table is not None or not addresses_aligned(call):
+            return None
+        with on_device(call.query.device):
+            if launch_decode.is_decode(call):
+                return launch_decode.decode_again(call, want_max_scores)
+            return launch_forward.forward_again(_fitted(call), want_max_scores)
+
     def backward(
         self,
         call: AttentionCall,
@@ -66,6 +81,27 @@ class TritonBackend:
 
         with on_device(call.query.device):
             return launch_backward.backward(refined(_fitted(call)), out, lse, dout, dlse)
+
+    def backward_again(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> BackwardAgain | None:
+        from attnloom.backends.triton import launch_backward
+
+        if not addresses_aligned(call):
+            return None
+        with on_device(call.query.device):
+            given = _fitted(call)
+            smaller = refined(given)
+            found = launch_backward.backward_again(smaller, out, lse, dout, dlse)
+        if found is not None and smaller is not given:
+            # blocks of 64 follow from what the mask_mod's tensors held
+            return found.only_for(call)
+        return found
 
 
 def _fitted(call: AttentionCall) -> AttentionCall:

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton import configs
+from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
 from attnloom.backends.triton.arguments import bind, descriptors, is_aligned, steps
 from attnloom.backends.triton.backward import delta_kernel
 from attnloom.backends.triton.captured import Captured
@@ -24,7 +25,7 @@ from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import work_lists
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_double, pack_ints
-from attnloom.backends.triton.ready_backward import Ready, both_fit, pitch_of, run
+from attnloom.backends.triton.ready_backward import Ready, both_fit, known, pitch_of, run
 from attnloom.backends.triton.transposed import transposed_lists
 
 _NO_LISTS = (0.0,) * 12
@@ -48,11 +49,7 @@ def backward(
     peaks = _run_rows(operands, stats, captured)
     if captured is not None and captured.needs_peaks:
         scales = captured.scales(peaks)
-    adds = captured is not None and not all(captured.form.stores)
-    roles = (Role(own_keys=True, sinks=captured.form if captured is not None and adds else None),)
-    if not both_fit(operands):
-        roles = (replace(roles[0], want_dv=False), Role(own_keys=True, want_dk=False))
-    for role in roles:
+    for role in _key_roles(operands, captured):
         _run_keys(operands, stats, role, captured, scales)
     query, key, value = call.query, call.key, call.value
     dtensors: tuple[torch.Tensor | None, ...] = ()
@@ -62,6 +59,46 @@ def backward(
         dtensors = zero_gradients(call)
     dq, dk, dv = operands.dq, operands.dk, operands.dv
     return Gradients(dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dtensors)
+
+
+def _key_roles(operands: Operands, captured: Captured | None) -> tuple[Role, ...]:
+    adds = captured is not None and not all(captured.form.stores)
+    role = Role(own_keys=True, sinks=captured.form if captured is not None and adds else None)
+    if both_fit(operands):
+        return (role,)
+    return replace(role, want_dv=False), Role(own_keys=True, want_dk=False)
+
+
+def backward_again(
+    call: AttentionCall,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> BackwardAgain | None:
+    """See `registry.Backend`; None for launches that are Triton's, captured gradients, and keys
+    whose queries are divided among programs."""
+    found = operands_of_aliases(call, out, lse, dout, dlse)
+    if found is None:
+        return None
+    operands, sources = found
+    stats = _empty_statistics(operands)
+    delta, rows = _delta.get(operands.signature), known(operands, Role(own_keys=False))
+    keys = [known(operands, role) for role in _key_roles(operands, None)]
+    if delta is None or rows is None:
+        return None
+    sources = (*sources, stats)
+    launches = [
+        (delta, _delta_arguments(operands, stats)),
+        (rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)),
+    ]
+    for ready in keys:
+        if ready is None or ready.parts > 1:
+            return None
+        results = operands.dk, operands.dv, stats
+        launches.append((ready.launch, _key_arguments(operands, ready, results, _NO_SINKS)))
+    restarts = [launch.restart(args, sources) for launch, args in launches]
+    return BackwardAgain.of(operands, (stats,), restarts)
 
 
 def zero_gradients(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
@@ -80,20 +117,29 @@ _DELTA_LIMIT = 4096
 
 def _row_statistics(operands: Operands) -> torch.Tensor:
     """`stats` of backward.py, [2 * B * Hq, PITCH]."""
-    batch, heads, q_len, _ = operands.dout.shape
-    pitch = pitch_of(operands)
-    stats = torch.empty(2 * batch * heads, pitch, dtype=operands.real, device=operands.query.device)
-    pair, lse = (operands.out, operands.dout), operands.lse
+    stats = _empty_statistics(operands)
     launch = _delta.get(operands.signature)
     if launch is None:
         if len(_delta) >= _DELTA_LIMIT:
             _delta.clear()
         launch = _delta[operands.signature] = _prepare_delta(operands)
-    launch(
-        operands.rows_aligned, *pair, lse if operands.dlse is None else operands.dlse, lse, stats,
-        pack_ints((heads, q_len, pitch, batch * heads)), _strides(*pair),
-    )  # fmt: skip
+    launch(operands.rows_aligned, *_delta_arguments(operands, stats))
     return stats
+
+
+def _empty_statistics(operands: Operands) -> torch.Tensor:
+    batch, heads, _, _ = operands.dout.shape
+    size = (2 * batch * heads, pitch_of(operands))
+    return torch.empty(size, dtype=operands.real, device=operands.query.device)
+
+
+def _delta_arguments(operands: Operands, stats: torch.Tensor) -> tuple[object, ...]:
+    batch, heads, q_len, _ = operands.dout.shape
+    pair, lse = (operands.out, operands.dout), operands.lse
+    return (
+        *pair, lse if operands.dlse is None else operands.dlse, lse, stats,
+        pack_ints((heads, q_len, pitch_of(operands), batch * heads)), _strides(*pair),
+    )  # fmt: skip
 
 
 def _prepare_delta(operands: Operands) -> Launcher:
@@ -139,7 +185,7 @@ def _run_rows(operands: Operands, stats: torch.Tensor, captured: Captured | None
     """dq, and captured gradients that are stored; returns the largest contributions to the others,
     [programs, contributions]."""
     call = operands.call
-    role, sinks, num_peaks = Role(own_keys=False), _NO_SINKS, 0
+    role, num_peaks = Role(own_keys=False), 0
     if captured is not None and (captured.needs_peaks or any(captured.form.stores)):
         role = Role(own_keys=False, sinks=captured.form, peaks=captured.needs_peaks)
         num_peaks = len(captured.items)
@@ -147,19 +193,29 @@ def _run_rows(operands: Operands, stats: torch.Tensor, captured: Captured | None
 
     def launch(ready: Ready) -> None:
         found[:] = [stats.new_empty(ready.launch.grid, num_peaks)]
-        lists: tuple[object, ...] = _NO_LISTS
-        if call.blocks is not None:
-            work = work_lists(call.blocks, ready.tile.tile_m)
-            lists = (_some(call.blocks.entries), work.work, *work.steps)
-        ready.launch(
-            addresses_aligned(call), *_sources(operands, ready.tile), operands.dq, stats, lists,
-            bind(call.score), bind(call.mask),
-            (*found, *captured.arguments(None)) if captured is not None and num_peaks else sinks,
-            pack_double(call.scale), ready.shape, _strides(*operands.inputs, operands.dq),
-        )  # fmt: skip
+        if captured is not None and num_peaks:
+            given = (*found, *captured.arguments(None))
+        else:
+            given = _NO_SINKS
+        ready.launch(addresses_aligned(call), *_row_arguments(operands, ready, stats, given))
 
     run(operands, role, launch)
     return found[0]
+
+
+def _row_arguments(
+    operands: Operands, ready: Ready, stats: torch.Tensor, sinks: tuple[object, ...]
+) -> tuple[object, ...]:
+    call = operands.call
+    lists: tuple[object, ...] = _NO_LISTS
+    if call.blocks is not None:
+        work = work_lists(call.blocks, ready.tile.tile_m)
+        lists = (_some(call.blocks.entries), work.work, *work.steps)
+    return (
+        *_sources(operands, ready.tile), operands.dq, stats, lists, bind(call.score),
+        bind(call.mask), sinks, pack_double(call.scale), ready.shape,
+        _strides(*operands.inputs, operands.dq),
+    )  # fmt: skip
 
 
 def _run_keys(
@@ -184,19 +240,31 @@ def _run_keys(
                 t.new_empty((ready.parts * t.size(0), *t.shape[1:]), dtype=operands.real)
                 for t in (dk, dv)
             )
-        lines: object = stats
-        if stats_by_tma(operands, ready.tile):
-            box = [1, ready.tile.tile_m]
-            lines = TensorDescriptor(stats, list(stats.shape), list(stats.stride()), box)
-        ready.launch(
-            addresses_aligned(call), *_sources(operands, ready.tile), dk, dv, lines,
-            _key_lists(call, ready), bind(call.score), bind(call.mask), sinks,
-            pack_double(call.scale), ready.shape, _strides(*operands.inputs, dk, dv),
-        )  # fmt: skip
+        args = _key_arguments(operands, ready, (dk, dv, stats), sinks)
+        ready.launch(addresses_aligned(call), *args)
         if ready.parts > 1:
             _sum_parts(operands, role, (dk, dv), ready.parts)
 
     run(operands, role, launch)
+
+
+def _key_arguments(
+    operands: Operands,
+    ready: Ready,
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sinks: tuple[object, ...],
+) -> tuple[object, ...]:
+    """results: dk, dv, and the row statistics."""
+    call, (dk, dv, stats) = operands.call, results
+    lines: object = stats
+    if stats_by_tma(operands, ready.tile):
+        box = [1, ready.tile.tile_m]
+        lines = TensorDescriptor(stats, list(stats.shape), list(stats.stride()), box)
+    return (
+        *_sources(operands, ready.tile), dk, dv, lines, _key_lists(call, ready),
+        bind(call.score), bind(call.mask), sinks, pack_double(call.scale), ready.shape,
+        _strides(*operands.inputs, dk, dv),
+    )  # fmt: skip
 
 
 def _key_lists(call: AttentionCall, ready: Ready) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import triton
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
+from attnloom.backends.triton.again import ForwardAgain, with_aliases
 from attnloom.backends.triton.arguments import (
     Triple,
     addressed,
@@ -92,29 +94,90 @@ def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
     )
 
 
+def decode_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
+    """See `registry.Backend`; None where launches are Triton's."""
+    tensors = Tensors.of(call, want_max_scores)
+    ready = _ready.get(launch_key(call, tensors))
+    found = with_aliases(call, tensors)
+    if ready is None or found is None:
+        return None
+    alias, others, sources = found
+    if ready.num_splits == 1:
+        args = _arguments(ready, alias, others, (others.lse,) * 3, addressed)
+        restart = ready.launch.restart(args, sources)
+        return None if restart is None else ForwardAgain(call, tensors, restart)
+    partial = _partial(ready, others)
+    args = _arguments(ready, alias, others, partial, addressed)
+    split = ready.launch.restart(args, (*sources, *partial))
+    outputs = others.outputs()
+    merge = ready.merge.restart(_merging(ready, alias, others, partial), (*outputs, *partial))
+    if split is None or merge is None:
+        return None
+    scratch = _Scratch(ready, others)
+
+    def start(stream: int, addresses: tuple[int, ...]) -> None:
+        room, parts = scratch.allocate()
+        split(stream, addresses + parts)
+        merge(stream, addresses[-3:] + parts)
+        del room  # the stream orders its next use
+
+    return ForwardAgain(call, tensors, start)
+
+
+class _Scratch:
+    """Memory for partial results."""
+
+    def __init__(self, ready: _Ready, tensors: Tensors) -> None:
+        parts = _partial(ready, tensors)
+        room = parts[0]._base
+        assert room is not None
+        self._like = room.new_empty(1).expand(room.shape)
+        self._offsets = tuple(part.data_ptr() - room.data_ptr() for part in parts)
+
+    def allocate(self) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The memory, and the addresses of its parts."""
+        room = torch.empty_like(self._like)
+        base = room.data_ptr()
+        return room, tuple([base + offset for offset in self._offsets])
+
+
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
-    key, value = tensors.key, tensors.value
     aligned = addresses_aligned(call)
+    give = stand_ins if aligned and ready.launch.takes_tensors else addressed
+    partial = _partial(ready, tensors) if ready.num_splits > 1 else (tensors.lse,) * 3
+    ready.launch(aligned, *_arguments(ready, call, tensors, partial, give))
+    if ready.num_splits > 1:
+        ready.merge(True, *_merging(ready, call, tensors, partial))
+
+
+def _arguments(
+    ready: _Ready,
+    call: AttentionCall,
+    tensors: Tensors,
+    partial: tuple[torch.Tensor, ...],
+    give: Callable[..., Triple],
+) -> tuple[object, ...]:
+    """Of decode_kernel but for its config. give: descriptors of a tensor, from blank ones."""
+    key, value = tensors.key, tensors.value
     sources: tuple[object, ...] = (key, key, key, value, value, value)
     if ready.blanks is not None:
         of_key, of_value = ready.blanks
-        give = stand_ins if aligned and ready.launch.takes_tensors else addressed
         sources = (*give(of_key, key), *give(of_value, value))
     lists: tuple[object, ...] = _NO_LISTS
     if call.blocks is not None:
         found = group_lists(call.blocks, call.query.size(1) // key.size(1))
         lists = (found.entries, found.offsets, *found.steps)
-    partial: tuple[torch.Tensor, ...] = (tensors.lse,) * 3
-    if ready.num_splits > 1:
-        partial = _partial(ready, tensors)
-    scale = pack_double(call.scale)
-    outputs = tensors.outputs()
-    ready.launch(
-        aligned, tensors.query, *sources, *outputs, *partial, lists,
-        bind(call.score), bind(call.mask), scale, ready.shape, ready.strides,
+    return (
+        tensors.query, *sources, *tensors.outputs(), *partial, lists,
+        bind(call.score), bind(call.mask), pack_double(call.scale), ready.shape, ready.strides,
     )  # fmt: skip
-    if ready.num_splits > 1:
-        ready.merge(True, *partial, *outputs, scale, ready.shape, ready.strides)
+
+
+def _merging(
+    ready: _Ready, call: AttentionCall, tensors: Tensors, partial: tuple[torch.Tensor, ...]
+) -> tuple[object, ...]:
+    """Of combine_kernel but for its config."""
+    return (*partial, *tensors.outputs(), pack_double(call.scale), ready.shape, ready.strides)
 
 
 def _partial(ready: _Ready, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,10 +6,12 @@ good."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
+from attnloom.backends.triton.again import ForwardAgain, with_aliases
 from attnloom.backends.triton.arguments import (
     Triple,
     addressed,
@@ -82,13 +84,32 @@ def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
     )
 
 
+def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
+    """See `registry.Backend`; None where launches are Triton's."""
+    tensors = Tensors.of(call, want_max_scores)
+    ready = _ready.get(launch_key(call, tensors))
+    found = with_aliases(call, tensors)
+    if ready is None or found is None:
+        return None
+    alias, others, sources = found
+    restart = ready.launch.restart(_arguments(ready, alias, others, addressed), sources)
+    return None if restart is None else ForwardAgain(call, tensors, restart)
+
+
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
-    query, key, value = tensors.query, tensors.key, tensors.value
     aligned = addresses_aligned(call)
+    give = stand_ins if aligned and ready.launch.takes_tensors else addressed
+    ready.launch(aligned, *_arguments(ready, call, tensors, give))
+
+
+def _arguments(
+    ready: _Ready, call: AttentionCall, tensors: Tensors, give: Callable[..., Triple]
+) -> tuple[object, ...]:
+    """Of forward_kernel but for its config. give: descriptors of a tensor, from blank ones."""
+    query, key, value = tensors.query, tensors.key, tensors.value
     sources: tuple[object, ...] = (query, query, query, key, key, key, value, value, value)
     if ready.blanks is not None:
         of_query, of_key, of_value = ready.blanks
-        give = stand_ins if aligned and ready.launch.takes_tensors else addressed
         sources = (*give(of_query, query), *give(of_key, key), *give(of_value, value))
     lists: tuple[object, ...] = _NO_LISTS
     blocks = call.blocks
@@ -97,9 +118,9 @@ def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
         # a kernel needs an address, also to read nothing from
         entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
         lists = (entries, found.work, *found.steps)
-    ready.launch(
-        aligned, *sources, *tensors.outputs(), lists, bind(call.score),
-        bind(call.mask), pack_double(call.scale), ready.shape, ready.strides,
+    return (
+        *sources, *tensors.outputs(), lists, bind(call.score), bind(call.mask),
+        pack_double(call.scale), ready.shape, ready.strides,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ remembered by), so that the compiled kernel is started with the arguments as the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from triton.runtime import driver
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import INTERPRETED, KernelConfig
 from attnloom.backends.triton.direct import Direct, direct
+from attnloom.backends.triton.restart import Restart
 from attnloom.stats import count
 
 _ALIGNMENT = 16
@@ -48,9 +49,14 @@ class Launcher:
     @property
     def takes_tensors(self) -> bool:
         """Whether aligned launches take tensors in place of their descriptors."""
-        if self._direct is None or _is_watched():
+        if self._direct is None or is_watched():
             return False
         return torch._C._cuda_getDevice() == self._device
+
+    def restart(self, args: tuple[object, ...], sources: Sequence[torch.Tensor]) -> Restart | None:
+        """A launch with these arguments but for the addresses of `sources`; None where Triton's
+        launcher has to do it."""
+        return None if self._direct is None else Restart(self._direct, args, sources)
 
     def __call__(self, aligned: bool, *args: object) -> None:
         """Launch on the current device and stream.
@@ -59,11 +65,11 @@ class Launcher:
             aligned: the addresses of all tensors that this launcher is not remembered by are
                 multiples of 16, and their types those of the first launch.
         """
-        if self._direct is not None and aligned and not _is_watched():
+        if self._direct is not None and aligned and not is_watched():
             if torch._C._cuda_getDevice() != self._device:
                 self._start_first(args)  # kernels are loaded by device
             else:
-                self._direct(_stream_of(self._device), args)
+                self._direct(stream_of(self._device), args)
         elif self._compiled is not None and aligned:
             self._start_compiled(args)
         elif INTERPRETED or not aligned:
@@ -85,7 +91,7 @@ class Launcher:
         found = direct(compiled, self.grid, args)
         if found is not None:
             self.spills = found.spills
-            found(_stream_of(self._device), args)
+            found(stream_of(self._device), args)
         else:
             self._start_anew(args)
         self._compiled, self._direct = compiled, found
@@ -101,13 +107,13 @@ class Launcher:
         )  # fmt: skip
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether somebody, a profiler say, wants to hear of launches: Triton's launcher tells."""
     hooks = knobs.runtime.launch_enter_hook  # None, or a chain that may be empty
     return hooks is not None and bool(getattr(hooks, "calls", True))
 
 
-def _stream_of(device: int) -> int:
+def stream_of(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 

@@ -93,7 +93,7 @@ def _layouts(bound: BoundProgram | None, call: AttentionCall, offsets: tuple[int
         call.key.size(2),
         None if blocks is None else (blocks.q_block, blocks.kv_block),
         call.table is None,
-        *[(t.shape, t.stride(), _is_narrow(t)) for t in bound.tensors],
+        *[(t.shape, t.stride(), is_narrow_now(t)) for t in bound.tensors],
     )
     found = _known.get(key)
     if found is None:
@@ -121,7 +121,7 @@ def _layout(bound: BoundProgram, slot: int, spans: _Spans) -> str:
     if not tensor.numel():
         return "-" + UNKNOWN * tensor.dim()  # kernels are given another, see arguments.bind
     unit = VECTOR_BYTES // tensor.element_size()
-    text = "n" if _is_narrow(tensor) else "-"
+    text = "n" if is_narrow_now(tensor) else "-"
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         names = _names(bound.program, slot, dim)
         inside = all(_fits(name, size, spans) for name in names)
@@ -164,7 +164,7 @@ def elements_only(layouts: Layouts) -> Layouts:
 _ranges: dict[int, tuple[int, bool]] = {}
 
 
-def _is_narrow(tensor: torch.Tensor) -> bool:
+def is_narrow_now(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds 64-bit integers within +-_NARROW. Waits for the device once a tensor
     and version; while a CUDA graph is captured, what is not known yet counts as wide."""
     if tensor.dtype is not torch.int64:

@@ -60,6 +60,11 @@ def run(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> None
     _ready[key] = _choose(operands, role, launch)
 
 
+def known(operands: Operands, role: Role) -> Ready | None:
+    """The launch of a signature that has run."""
+    return _ready.get((operands.signature, role))
+
+
 def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> Ready:
     device = configs.device_of(operands.query.device)
     table = configs_backward.key_tiles if role.own_keys else configs_backward.row_tiles

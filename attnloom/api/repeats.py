@@ -1,0 +1,258 @@
+"""Calls that are like an earlier one: its launch again, without validating, tracing or planning.
+
+Alike are calls with inputs of one form (shapes, strides, dtypes, device), mods of which
+`trace/snapshots.py` says that they do the same, the same BlockMask with the lists it had, and equal
+options, under the same modes of torch. They differ in what their tensors hold and where that lies.
+
+Not looked up: tensor subclasses, dispatch modes and functorch transforms, caches, mods that
+snapshots or templates do not know, and calls whose mods differ from time to time (numbers that
+count steps). An entry ends with its mask, and holds no tensor of the caller's beyond its lists.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from attnloom.api.launch import Launch
+from attnloom.backends.registry import Again
+from attnloom.block_mask import BlockLists, BlockMask
+from attnloom.ir.node import DType
+from attnloom.masking import versions
+from attnloom.masking.views import noop_mask
+from attnloom.plan.problem import compute_type
+from attnloom.trace import captures, snapshots
+from attnloom.trace.snapshots import Snapshot
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_LIMIT = 4096
+_VARIANTS = 8  # of one key: layers whose mods differ in numbers, say
+_MOST_MISSES = 64  # of one key, beyond its hits: mods that are never the same again
+_UNKNOWN_KIND = 20  # misses that count for one whose mods are not taken
+_transforms_active = torch._C._are_functorch_transforms_active
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_Tensors = tuple[torch.Tensor, ...]
+
+
+class Call(NamedTuple):
+    """Arguments of flex_attention that a launch depends on."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    score_mod: Callable[..., Any] | None
+    block_mask: BlockMask | None
+    scale: float | None
+    enable_gqa: bool
+    kernel_options: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An earlier call.
+
+    mask: of its block_mask's mod, None where there is none to look at; lists: what it held.
+    places: where the launch's tensors are among those of score and mask. detached: the first of
+        them that is the mask's, if any wants a gradient.
+    """
+
+    launch: Launch
+    score: Snapshot | None
+    mask: Snapshot | None
+    lists: BlockLists | None
+    places: tuple[int, ...]
+    detached: int | None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Calls of one key. block_mask: the one that it is about, if it lives."""
+
+    block_mask: weakref.ref[BlockMask] | None
+    seen: list[_Seen]
+    hits: int = 0
+    misses: int = 0
+
+
+_buckets: dict[tuple[object, ...], _Bucket] = {}
+_lock = threading.Lock()
+
+
+def clear() -> None:
+    """Forget every call."""
+    _buckets.clear()
+
+
+def key_of(call: Call) -> tuple[object, ...] | None:
+    """What calls are looked up by; None for calls that are not."""
+    query, key, value, score_mod, block_mask, scale, enable_gqa, options = call
+    if (
+        type(query) not in _PLAIN_TYPES
+        or type(key) not in _PLAIN_TYPES
+        or type(value) not in _PLAIN_TYPES
+        or _transforms_active()
+        or _num_dispatch_modes()
+        or not (block_mask is None or type(block_mask) is BlockMask)
+        or not (enable_gqa is False or enable_gqa is True)
+        or not (scale is None or type(scale) is float)
+    ):
+        return None
+    said: tuple[object, ...] | None = None
+    try:
+        if options is not None:
+            said = (*options.items(), *map(type, options.values()))
+            hash(said)
+        return (
+            0 if score_mod is None else id(score_mod.__code__),  # type: ignore[attr-defined]
+            0 if block_mask is None else id(block_mask),
+            query.shape,
+            key.shape,
+            value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            query.device,
+            key.device,
+            value.device,
+            scale,
+            enable_gqa,
+            said,
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # a callable object, a sparse or a nested tensor, an option without a hash
+
+
+def find(key: tuple[object, ...], call: Call) -> tuple[Launch, _Tensors] | None:
+    """The launch of an earlier call like this one, and the captured tensors to run it with.
+
+    Raises:
+        ModError: a tensor that the mask was built from was changed since.
+    """
+    bucket = _buckets.get(key)
+    if bucket is None:
+        return None
+    score_mod, block_mask = call.score_mod, call.block_mask
+    mask_mod = None
+    if block_mask is not None:
+        if bucket.block_mask is None or bucket.block_mask() is not block_mask:
+            return None
+        mask_mod = block_mask.mask_mod
+    for seen in bucket.seen:
+        tensors = _captured(seen, score_mod, mask_mod)
+        if tensors is None:
+            continue
+        if block_mask is not None:
+            if block_mask._lists is not seen.lists:
+                continue
+            versions.check(block_mask)
+        bucket.hits += 1
+        return seen.launch, tensors
+    return None
+
+
+def _captured(seen: _Seen, score_mod: Any, mask_mod: Any) -> _Tensors | None:
+    """Tensors of a call that is like `seen`, in the order of its launch; None for another."""
+    found: list[torch.Tensor] = []
+    if seen.score is not None:
+        of_score = seen.score.tensors(score_mod)
+        if of_score is None:
+            return None
+        found = of_score
+    if seen.mask is None:
+        if mask_mod is not None and mask_mod is not noop_mask:
+            return None
+    else:
+        of_mask = seen.mask.tensors(mask_mod)
+        if of_mask is None:
+            return None
+        found += of_mask
+    if not found:
+        return ()
+    tensors = tuple([found[place] for place in seen.places])
+    if seen.detached is not None:
+        first = seen.detached
+        tensors = (*tensors[:first], *(t.detach() for t in tensors[first:]))
+    return tensors
+
+
+def keep(key: tuple[object, ...], call: Call, launch: Launch) -> None:
+    """Remember what became of a call, if another one can be told to be like it."""
+    block_mask = call.block_mask
+    with _lock:
+        bucket = _buckets.get(key)
+        if bucket is None or (bucket.block_mask and bucket.block_mask() is not block_mask):
+            if len(_buckets) >= _LIMIT:
+                _buckets.clear()
+            bucket = _buckets[key] = _Bucket(_reference(block_mask, key), [])
+        bucket.misses += 1
+    if bucket.misses > bucket.hits + _MOST_MISSES:
+        return
+    seen = _see(call, launch)
+    if seen is None:
+        bucket.misses += _UNKNOWN_KIND
+        return
+    # A list that readers iterate over is replaced, never changed.
+    bucket.seen = [seen, *bucket.seen][:_VARIANTS]
+
+
+def _reference(
+    block_mask: BlockMask | None, key: tuple[object, ...]
+) -> weakref.ref[BlockMask] | None:
+    """To a mask, whose end is that of the bucket."""
+    if block_mask is None:
+        return None
+
+    def end(gone: object) -> None:
+        bucket = _buckets.get(key)
+        if bucket is not None and bucket.block_mask is gone:
+            del _buckets[key]
+
+    return weakref.ref(block_mask, end)
+
+
+def _see(call: Call, launch: Launch) -> _Seen | None:
+    device, block_mask, plan = call.query.device, call.block_mask, launch.plan
+    dtype = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
+    score = mask = lists = None
+    found: list[torch.Tensor] = []
+    places: list[int] = []
+    if call.score_mod is not None:
+        bound = captures.recognised("score_mod", call.score_mod, dtype, device)
+        taken = snapshots.take(call.score_mod)
+        if bound is None or taken is None:
+            return None
+        score, found = taken
+        if plan.score is not None:
+            places += _places(bound.tensors, found)
+    count = len(places)
+    if block_mask is not None:
+        lists, mask_mod = block_mask.lists(), block_mask.mask_mod
+        if mask_mod is not noop_mask:
+            bound = captures.recognised("mask_mod", mask_mod, DType.F32, device)
+            taken = snapshots.take(mask_mod)
+            if bound is None or taken is None:
+                return None
+            mask, of_mask = taken
+            if plan.mask is not None:
+                places += [len(found) + place for place in _places(bound.tensors, of_mask)]
+            found = [*found, *of_mask]
+    wants = any(found[place].requires_grad for place in places[count:])
+    again = replace(launch, again=Again())
+    return _Seen(again, score, mask, lists, tuple(places), count if wants else None)
+
+
+def _places(tensors: _Tensors, found: list[torch.Tensor]) -> list[int]:
+    """Where each is among those found, by identity."""
+    at = {id(tensor): place for place, tensor in enumerate(found)}
+    return [at[id(tensor)] for tensor in tensors]

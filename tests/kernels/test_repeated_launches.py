@@ -1,0 +1,247 @@
+"""Launches of repeated calls, without a device: kernels are given what ordinary calls give them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from attnloom import AuxRequest, create_block_mask, flex_attention  # noqa: E402
+from attnloom.api import repeats  # noqa: E402
+from attnloom.backends.triton import launcher  # noqa: E402
+from benchmarks.pretended import Gpu, Launch, hopper  # noqa: E402
+
+BF16 = torch.bfloat16
+S = 256
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with hopper(records=True) as found:
+        yield found
+
+
+def tensors(q_len: int = S, kv_heads: int = 2, D: int = 64) -> list[torch.Tensor]:
+    sizes = ((1, 2, q_len, D), (1, kv_heads, S, D), (1, kv_heads, S, D))
+    return [torch.zeros(size, dtype=BF16) for size in sizes]
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def of_documents() -> Any:
+    ids = torch.arange(S) // 100
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])
+
+
+def alibi() -> Any:
+    slopes = torch.tensor([0.5, 0.25])
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+
+
+def softcap() -> Any:
+    cap = 30.0
+    return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)
+
+
+MODS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "full": (lambda: None, None),
+    "causal": (lambda: None, causal),
+    "alibi": (alibi, causal),
+    "softcap": (softcap, None),
+    "documents": (lambda: None, of_documents()),
+}
+
+
+class Step:
+    """A call with an auxiliary output, its backward, and what the driver was given."""
+
+    def __init__(self, gpu: Gpu, mods: str, backend: str, q_len: int = S, grad: bool = True):
+        self.gpu, self.grad, self.backend = gpu, grad, backend
+        make, mask_mod = MODS[mods]
+        self.make = make
+        sizes = (None, None, q_len, S)
+        self.mask = mask_mod and create_block_mask(mask_mod, *sizes, device="cpu")
+
+    def __call__(self, inputs: list[torch.Tensor]) -> tuple[list[Launch], list[torch.Tensor]]:
+        """The launches, and the results that the caller sees."""
+        self.gpu.started.clear()
+        leaves = [t.requires_grad_(self.grad) for t in inputs]
+        out, aux = flex_attention(
+            *leaves, self.make(), self.mask, kernel_options={"backend": self.backend},
+            return_aux=AuxRequest(lse=True, max_scores=True), enable_gqa=True,
+        )  # fmt: skip
+        results = [out, aux.lse, aux.max_scores]
+        if self.grad:
+            results += torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        return list(self.gpu.started), results
+
+
+def assert_alike(one: list[Launch], other: list[Launch], names: dict[int, int]) -> None:
+    """Equal kernels, grids and parameters. Addresses may differ where both are of fresh memory, or
+    of inputs and results (names: address of one -> of the other), each always by the same one."""
+    assert [(x.kernel, x.grid) for x in one] == [(x.kernel, x.grid) for x in other]
+    for a, b in zip(one, other, strict=True):
+        for mine, theirs in zip(a.parameters, b.parameters, strict=True):
+            if mine != theirs:
+                assert len(mine) in (8, 128) and mine[8:] == theirs[8:]
+                pair = [int.from_bytes(x[:8], "little") for x in (mine, theirs)]
+                assert names.setdefault(pair[0], pair[1]) == pair[1], a.kernel
+    assert len(set(names.values())) == len(names)
+
+
+def places(values: list[torch.Tensor]) -> list[int]:
+    return [t.data_ptr() for t in values]
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+@pytest.mark.parametrize("mods", list(MODS))
+def test_a_repeated_step_gives_kernels_what_an_ordinary_one_does(
+    gpu: Gpu, mods: str, backend: str
+) -> None:
+    if backend == "gluon" and triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
+        pytest.skip("Gluon differs from version to version of Triton")
+    step = Step(gpu, mods, backend)
+    compare(gpu, step, tensors)
+
+
+@pytest.mark.parametrize("mods", ["full", "documents"])
+@pytest.mark.parametrize("heads", [2, 1])
+def test_decode(gpu: Gpu, mods: str, heads: int) -> None:
+    """Split keys, and the merging kernel."""
+    if mods == "documents":
+        ids = torch.arange(S) // 100
+        MODS["last"] = lambda: None, lambda b, h, q, kv: ids[kv] == 2
+        mods = "last"
+    step = Step(gpu, mods, "triton", q_len=1, grad=False)
+    compare(gpu, step, lambda: tensors(1, heads))
+
+
+def test_heads_in_two_passes_and_three_chunks(gpu: Gpu) -> None:
+    compare(gpu, Step(gpu, "causal", "triton"), lambda: tensors(D=192))
+
+
+def compare(gpu: Gpu, step: Step, make: Callable[[], list[torch.Tensor]]) -> None:
+    """Of other tensors, a repeated step and one that is not looked up."""
+    kept = []
+    for _ in range(3):
+        kept.append(make())
+        step(kept[-1])
+    inputs = make()
+    with mock.patch.object(launcher.Launcher, "__call__", side_effect=AssertionError):
+        repeated, shown = step(inputs)
+    others = make()
+    with mock.patch.object(repeats, "key_of", lambda _: None):
+        ordinary, expected = step(others)
+    assert [(t.shape, t.dtype, t.stride()) for t in shown] == [
+        (t.shape, t.dtype, t.stride()) for t in expected
+    ]
+    names = dict(zip(places([*inputs, *shown]), places([*others, *expected]), strict=True))
+    assert_alike(repeated, ordinary, names)
+
+
+def test_the_same_tensor_three_times(gpu: Gpu) -> None:
+    """Which argument came from where is not told by identity."""
+    same, (q, k, v) = tensors()[0], tensors()
+    for _ in range(3):
+        flex_attention(same, same, same, kernel_options={"backend": "gluon"})
+    gpu.started.clear()
+    flex_attention(q, k, v, kernel_options={"backend": "gluon"})
+    maps = [p for p in gpu.started[0].parameters if len(p) == 128]
+    assert [int.from_bytes(m[:8], "little") for m in maps[:3]] == places([q, k, v])
+
+
+def test_what_a_repeated_launch_does_not_fit_goes_the_ordinary_way(gpu: Gpu) -> None:
+    """Addresses that are no multiples of 16, ids that become large, and somebody who listens."""
+    ids = torch.arange(S) // 100
+    mask = create_block_mask(causal, None, None, S, S, device="cpu")
+    ordinary, seen = launcher.Launcher.__call__, []
+
+    def noted(self: launcher.Launcher, *args: Any) -> None:
+        seen.append(launcher.is_watched())
+        if not launcher.is_watched():
+            ordinary(self, *args)
+
+    def run(inputs: list[torch.Tensor]) -> list[bool]:
+        seen.clear()
+        flex_attention(
+            *inputs, lambda s, b, h, q, kv: s + ids[kv], mask, kernel_options={"backend": "triton"}
+        )
+        return list(seen)
+
+    with mock.patch.object(launcher.Launcher, "__call__", noted):
+        assert [run(tensors()) for _ in range(4)] == [[False], [False], [], []]
+        room = torch.zeros(2 * S * 64 + 1, dtype=BF16)
+        assert run([room[1:].view(1, 2, S, 64), *tensors()[1:]]) == [False]
+        with mock.patch.object(launcher.knobs.runtime, "launch_enter_hook", print):
+            assert run(tensors()) == [True]
+        assert run(tensors()) == []
+        ids += 2**40
+        assert run(tensors()) == [False]
+
+
+def test_the_stream_is_that_of_the_moment(gpu: Gpu) -> None:
+    inputs = tensors()
+    streams = [0, 0, 0, 7, 9]
+    for gpu.stream in streams:
+        flex_attention(*inputs, kernel_options={"backend": "triton"})
+    assert [launch.stream for launch in gpu.started] == streams
+
+
+def test_descriptors_are_made_once_an_address(gpu: Gpu) -> None:
+    layers = [tensors() for _ in range(5)]
+
+    def model() -> int:
+        before = gpu.encoded
+        for inputs in layers:
+            flex_attention(*inputs, kernel_options={"backend": "triton"})
+        return gpu.encoded - before
+
+    model()
+    first = model()
+    assert first > 0 and [model(), model()] == [0, 0]
+
+
+def test_nothing_outlives_a_mask(gpu: Gpu) -> None:
+    step = Step(gpu, "documents", "triton")
+    for _ in range(4):
+        step(tensors())
+    gone = weakref.ref(step.mask), weakref.ref(step.mask.lists().entries)
+    from attnloom.masking import reuse
+
+    reuse.forget()
+    del step
+    gc.collect()
+    assert gone[0]() is None and gone[1]() is None
+
+
+def test_saved_tensors_that_come_back_with_other_strides(gpu: Gpu) -> None:
+    """As torch.autograd.graph.save_on_cpu gives them back."""
+    mask = create_block_mask(causal, None, None, S, S, device="cpu")
+
+    def step() -> list[Launch]:
+        x = [torch.zeros(1, S, 2, 64, dtype=BF16).transpose(1, 2).requires_grad_() for _ in "qkv"]
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t, lambda t: t.contiguous() if hooked else t
+        ):
+            out = flex_attention(*x, None, mask, kernel_options={"backend": "triton"})
+            gpu.started.clear()
+            torch.autograd.grad(out, x, torch.zeros_like(out))
+        return list(gpu.started)
+
+    hooked = False
+    for _ in range(3):
+        plain = step()
+    hooked = True
+    steps = [step() for _ in range(3)]
+    strides = [[p for p in launch.parameters if len(p) == 4] for launch in plain]
+    others = [[[p for p in launch.parameters if len(p) == 4] for launch in s] for s in steps]
+    assert strides != others[0] and others[0] == others[1] == others[2]
