@@ -62,6 +62,31 @@ def attention(
     return outputs if want_max_scores else (*outputs, None)
 
 
+def attention_again(
+    launch: Launch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tensors: Tensors,
+    want_max_scores: bool,
+) -> Outputs:
+    """As `attention`, of a launch that `repeats.find` gave: nobody looks on, and no operator runs
+    that autocast would change."""
+    again = launch.again
+    run = None if again is None else again.forwards.get((want_max_scores, False))
+    if run is not None and forward_ad._current_level < 0:
+        grad = torch.is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or any([x.requires_grad for x in tensors])  # noqa: C419 - a list is faster
+        )
+        result = None if grad else run(query, key, value, tensors)
+        if result is not None:
+            return result.out, result.lse, result.max_scores
+    return attention(launch, query, key, value, tensors, want_max_scores)
+
+
 def _has_tangent(inputs: Tensors) -> bool:
     # Inside functorch the level that carries the tangent may be wrapped by others: assume one.
     return _transforms_active() or any(

@@ -45,7 +45,8 @@ def run(
         place = repeats.key_of(call)
         known = None if place is None else repeats.find(place, call)
         if known is not None:
-            return autograd.attention(known[0], query, key, value, known[1], want_max_scores)
+            launch, tensors = known
+            return autograd.attention_again(launch, query, key, value, tensors, want_max_scores)
     validate.check_inputs(query, key, value, enable_gqa, table is not None)
     if isinstance(block_mask, DecodeMask):
         table, whole = cached.table_of(block_mask, table), block_mask.mask

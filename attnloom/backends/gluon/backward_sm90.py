@@ -44,12 +44,9 @@ from attnloom.backends.gluon.backward_shared import (
     steps_of,
     unit_of,
 )
-from attnloom.backends.gluon.builtins import async_store, exp2_fast
+from attnloom.backends.gluon.builtins import async_store, barrier, exp2_fast
 from attnloom.backends.gluon.rings import box, get, phase_of, slot_of
 from attnloom.backends.triton.device_math import whole32
-
-# the same under its older name
-_barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
 
 
 @gluon.jit
@@ -206,7 +203,7 @@ def _step(
     _give_ds(mem, n, ds, WHICH, cfg)
     dk = warpgroup_mma(ds_left, mem.q.index(slot), dk, is_async=True)
     fence_async_shared()
-    _barrier()
+    barrier()
     mbarrier.arrive(mem.ds_full.index(n & 1))
     line = line_before
     if cfg.EARLY:
@@ -249,7 +246,7 @@ def _leave(desc, tile, acc, at, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
     """dk or dv of a consumer to memory, by way of the keys' or values' place."""
     tile.store(acc.to(cfg.OPERAND))
     fence_async_shared()
-    _barrier()
+    barrier()
     async_store(desc, [at.b_kv, at.h_kv, row, 0], box(tile, HALF, WIDTH, cfg))
 
 

@@ -27,6 +27,13 @@ def scalar(value: Any, dtype: Any, _semantic: Any = None) -> Any:
 
 
 @builtin
+def barrier(_semantic: Any = None) -> None:
+    """All threads of a warpgroup wait for each other; the function's name depends on the version. A
+    constexpr that holds it would put its address into the key of the kernel's cache entry."""
+    _semantic.debug_barrier()
+
+
+@builtin
 def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """Shared memory with another shape and layout; the method's name depends on the version."""
     found = getattr(memory, "reinterpret", None) or memory._reinterpret
