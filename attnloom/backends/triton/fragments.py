@@ -9,16 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import os
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from triton.runtime.jit import JITFunction
 
-from attnloom.backends.triton import emit
+from attnloom.backends.triton import disk, emit
 from attnloom.ir.node import Program
 
 
@@ -50,32 +47,12 @@ def load_module(text: str) -> ModuleType:
     name = f"attnloom_fragment_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if name in sys.modules:
         return sys.modules[name]
-    path = _folder() / f"{name}.py"
+    path = disk.folder("fragments") / f"{name}.py"
     if not path.exists() or path.read_text() != text:
-        _write(path, text)
+        disk.write(path, text)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _folder() -> Path:
-    root = os.environ.get("ATTNLOOM_CACHE_DIR")
-    base = (
-        Path(root)
-        if root
-        else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "attnloom"
-    )
-    folder = base / "fragments"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _write(path: Path, text: str) -> None:
-    """Write beside the target and rename, so that no reader sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    Path(temporary).replace(path)

@@ -17,6 +17,7 @@ from triton.runtime import driver
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import INTERPRETED, KernelConfig
 from attnloom.backends.triton.direct import Direct, direct
+from attnloom.backends.triton.installation import hashed_once
 from attnloom.backends.triton.restart import Restart
 from attnloom.stats import count
 
@@ -79,15 +80,17 @@ class Launcher:
 
     def _start_anew(self, args: tuple[object, ...]) -> None:
         """By Triton, whatever the arguments are."""
-        compiled = self.kernel[(self.grid,)](*args, self.config, **OPTIONS, **self.options)
+        with hashed_once():
+            compiled = self.kernel[(self.grid,)](*args, self.config, **OPTIONS, **self.options)
         if not INTERPRETED:
             self.spills = compiled.n_spills
 
     def _start_first(self, args: tuple[object, ...]) -> None:
         self._device = driver.active.get_current_device()
-        compiled = self.kernel.run(
-            *args, self.config, grid=(self.grid,), warmup=True, **OPTIONS, **self.options
-        )
+        with hashed_once():
+            compiled = self.kernel.run(
+                *args, self.config, grid=(self.grid,), warmup=True, **OPTIONS, **self.options
+            )
         found = direct(compiled, self.grid, args)
         if found is not None:
             self.spills = found.spills

@@ -1,0 +1,28 @@
+"""Files of the Triton backends, in the user's cache folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def folder(name: str) -> Path:
+    """A folder in attnloom's cache, which exists."""
+    root = os.environ.get("ATTNLOOM_CACHE_DIR")
+    base = (
+        Path(root)
+        if root
+        else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "attnloom"
+    )
+    found = base / name
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def write(path: Path, text: str) -> None:
+    """Write beside the target and rename, so that no reader sees half a file."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    Path(temporary).replace(path)
