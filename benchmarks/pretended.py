@@ -178,6 +178,7 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
         mock.patch.object(planning, "candidates", lambda options, *_: found(options, "cuda", True)),
         mock.patch.object(planning, "_plans", {}),
         mock.patch.object(repeats, "_buckets", {}),
+        mock.patch.object(repeats, "_met", set()),
         mock.patch.object(direct, "_cuda", lambda: library),
         mock.patch.object(direct, "_kernels", {}),
         mock.patch.object(direct, "driver", SimpleNamespace(active=active)),

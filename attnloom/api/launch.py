@@ -90,9 +90,10 @@ class Launch:
             return _empty_forward(query, key, value, want_max_scores)
         call = self.call(query, key, value, tensors, for_backward)
         result = self.backend.forward(call, want_max_scores)
-        if again is not None and (want_max_scores, for_backward) not in again.forwards:
+        place = want_max_scores, for_backward
+        if again is not None and place not in again.forwards and may_keep(query):
             found = self.backend.forward_again(call, want_max_scores)
-            again.forwards[want_max_scores, for_backward] = found
+            again.forwards[place] = found
         return result
 
     def backward(
@@ -126,7 +127,7 @@ class Launch:
         out, lse, *state = saved
         call = self.call(query, key, value, tensors, row_state=state[0] if state else None)
         grads = self.backend.backward(call, out, lse, dout, dlse)
-        if again is not None and place not in again.backwards:
+        if again is not None and place not in again.backwards and may_keep(query):
             if len(again.backwards) >= _MOST_BACKWARDS:
                 again.backwards.clear()
             found = self.backend.backward_again(call, out, lse, dout, dlse)
@@ -138,6 +139,12 @@ class Launch:
         if self.plan.score is None:
             return ()
         return tuple(i for i, t in enumerate(self.plan.score.tensors) if t.requires_grad)
+
+
+def may_keep(query: torch.Tensor) -> bool:
+    """Whether what is derived now may serve later calls: the memory of a CUDA graph that is being
+    captured holds nothing before its first replay."""
+    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _empty_forward(

@@ -30,7 +30,8 @@ from attnloom.trace import captures, snapshots
 from attnloom.trace.snapshots import Snapshot
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_LIMIT = 4096
+_LIMIT = 1024
+_MOST_MET = 4096
 _VARIANTS = 8  # of one key: layers whose mods differ in numbers, say
 _MOST_MISSES = 64  # of one key, beyond its hits: mods that are never the same again
 _UNKNOWN_KIND = 20  # misses that count for one whose mods are not taken
@@ -80,12 +81,14 @@ class _Bucket:
 
 
 _buckets: dict[tuple[object, ...], _Bucket] = {}
+_met: set[int] = set()  # hashes of keys that were met at least once
 _lock = threading.Lock()
 
 
 def clear() -> None:
     """Forget every call."""
     _buckets.clear()
+    _met.clear()
 
 
 def key_of(call: Call) -> tuple[object, ...] | None:
@@ -187,11 +190,14 @@ def _captured(seen: _Seen, score_mod: Any, mask_mod: Any) -> _Tensors | None:
 
 
 def keep(key: tuple[object, ...], call: Call, launch: Launch) -> None:
-    """Remember what became of a call, if another one can be told to be like it."""
+    """Remember what became of a call that is met for the second time, if a third one can be told to
+    be like it."""
     block_mask = call.block_mask
     with _lock:
         bucket = _buckets.get(key)
         if bucket is None or (bucket.block_mask and bucket.block_mask() is not block_mask):
+            if not _is_second(hash(key)):
+                return
             if len(_buckets) >= _LIMIT:
                 _buckets.clear()
             bucket = _buckets[key] = _Bucket(_reference(block_mask, key), [])
@@ -204,6 +210,16 @@ def keep(key: tuple[object, ...], call: Call, launch: Launch) -> None:
         return
     # A list that readers iterate over is replaced, never changed.
     bucket.seen = [seen, *bucket.seen][:_VARIANTS]
+
+
+def _is_second(digest: int) -> bool:
+    """Whether a key was met before. Lengths that grow from call to call never are."""
+    if digest in _met:
+        return True
+    if len(_met) >= _MOST_MET:
+        _met.clear()
+    _met.add(digest)
+    return False
 
 
 def _reference(

@@ -132,7 +132,7 @@ def test_heads_in_two_passes_and_three_chunks(gpu: Gpu) -> None:
 def compare(gpu: Gpu, step: Step, make: Callable[[], list[torch.Tensor]]) -> None:
     """Of other tensors, a repeated step and one that is not looked up."""
     kept = []
-    for _ in range(3):
+    for _ in range(4):
         kept.append(make())
         step(kept[-1])
     inputs = make()
@@ -151,7 +151,7 @@ def compare(gpu: Gpu, step: Step, make: Callable[[], list[torch.Tensor]]) -> Non
 def test_the_same_tensor_three_times(gpu: Gpu) -> None:
     """Which argument came from where is not told by identity."""
     same, (q, k, v) = tensors()[0], tensors()
-    for _ in range(3):
+    for _ in range(4):
         flex_attention(same, same, same, kernel_options={"backend": "gluon"})
     gpu.started.clear()
     flex_attention(q, k, v, kernel_options={"backend": "gluon"})
@@ -178,7 +178,7 @@ def test_what_a_repeated_launch_does_not_fit_goes_the_ordinary_way(gpu: Gpu) -> 
         return list(seen)
 
     with mock.patch.object(launcher.Launcher, "__call__", noted):
-        assert [run(tensors()) for _ in range(4)] == [[False], [False], [], []]
+        assert [run(tensors()) for _ in range(5)] == [[False]] * 3 + [[]] * 2
         room = torch.zeros(2 * S * 64 + 1, dtype=BF16)
         assert run([room[1:].view(1, 2, S, 64), *tensors()[1:]]) == [False]
         with mock.patch.object(launcher.knobs.runtime, "launch_enter_hook", print):
@@ -205,9 +205,8 @@ def test_descriptors_are_made_once_an_address(gpu: Gpu) -> None:
             flex_attention(*inputs, kernel_options={"backend": "triton"})
         return gpu.encoded - before
 
-    model()
-    first = model()
-    assert first > 0 and [model(), model()] == [0, 0]
+    first = [model() for _ in range(3)]
+    assert max(first) > 0 and [model(), model()] == [0, 0]
 
 
 def test_nothing_outlives_a_mask(gpu: Gpu) -> None:
@@ -221,6 +220,21 @@ def test_nothing_outlives_a_mask(gpu: Gpu) -> None:
     del step
     gc.collect()
     assert gone[0]() is None and gone[1]() is None
+
+
+def test_nothing_is_prepared_while_a_graph_is_captured(gpu: Gpu) -> None:
+    """Lists that are derived then are filled by its replay alone, but would have served every later
+    call of a model whose layers share a mask."""
+    step = Step(gpu, "causal", "triton")
+    with mock.patch("attnloom.api.launch.may_keep", lambda _: False):
+        for _ in range(3):
+            step(tensors())
+    (bucket,) = repeats._buckets.values()
+    again = bucket.seen[0].launch.again
+    assert again is not None
+    assert not again.forwards and not again.backwards
+    step(tensors())
+    assert len(again.forwards) == len(again.backwards) == 1
 
 
 def test_saved_tensors_that_come_back_with_other_strides(gpu: Gpu) -> None:
@@ -238,10 +252,10 @@ def test_saved_tensors_that_come_back_with_other_strides(gpu: Gpu) -> None:
         return list(gpu.started)
 
     hooked = False
-    for _ in range(3):
+    for _ in range(4):
         plain = step()
     hooked = True
-    steps = [step() for _ in range(3)]
+    steps = [step() for _ in range(4)]
     strides = [[p for p in launch.parameters if len(p) == 4] for launch in plain]
     others = [[[p for p in launch.parameters if len(p) == 4] for launch in s] for s in steps]
-    assert strides != others[0] and others[0] == others[1] == others[2]
+    assert strides != others[0] and others == [others[0]] * 4

@@ -104,7 +104,8 @@ def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | 
         return None
 
     def start(stream: int, addresses: tuple[int, ...]) -> None:
-        restart(stream, (*addresses, _counter(device).data_ptr()))
+        tiles = _counter(device)
+        restart(stream, (*addresses, tiles.data_ptr()))
 
     return ForwardAgain(call, tensors, start)
 
