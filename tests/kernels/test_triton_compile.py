@@ -5,7 +5,9 @@ What launchers would do on the device is done here: tiles that do not fit are pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -16,8 +18,9 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 import attnloom
+from attnloom import PageTable
 from attnloom.backends.registry import AttentionCall
-from attnloom.backends.triton import launch_decode, launch_forward
+from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
 from attnloom.backends.triton.launch import TritonBackend
 from attnloom.ir.node import DType
 from attnloom.plan.problem import KernelOptions
@@ -54,17 +57,14 @@ class _Launcher:
 def compiled(target: str, call: AttentionCall) -> dict[str, Compiled]:
     """The kernels that a forward call launches on a device, by name; of several tries the best."""
     _Launcher.target, _Launcher.compiled = target, []
-    launch_forward._ready.clear()
-    launch_decode._ready.clear()
-    with (
-        device_is(target),
-        mock.patch.object(launch_forward, "Launcher", _Launcher),
-        mock.patch.object(launch_decode, "Launcher", _Launcher),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-    ):
+    launches = (launch_forward, launch_decode, launch_paged)
+    with ExitStack() as patches:
+        patches.enter_context(device_is(target))
+        patches.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
+        for module in launches:
+            patches.enter_context(mock.patch.object(module, "Launcher", _Launcher))
+            patches.enter_context(mock.patch.object(module, "_ready", {}))
         TritonBackend().forward(call, want_max_scores=True)
-    launch_forward._ready.clear()
-    launch_decode._ready.clear()
     best: dict[str, Compiled] = {}
     for name, made in _Launcher.compiled:
         if name not in best or (made.spills or 0) < (best[name].spills or 0):
@@ -130,6 +130,24 @@ def test_decode_streams_by_tma(head_dim, at_once):
     assert made["decode_kernel"].shared * at_once <= TARGETS["sm_90"][1].shared_bytes
     assert "cp.async.bulk.tensor" in made["decode_kernel"].text
     assert made["combine_kernel"].spills == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_pages_smaller_than_a_tile_are_looked_up_a_step_ahead(page_size):
+    """Looked up in the step that copies them, they left room for half as many copies in flight
+    (20,736 bytes), and each step waited for all of them."""
+    call = make_call(64, mask_mod=causal, q_len=4096, kv_len=4096)
+    lengths = torch.full((1,), 4096, dtype=torch.int32)
+    pages = torch.zeros(1, 4096 // page_size, dtype=torch.int32)
+    stored = torch.empty(4096 // page_size, 8, page_size, 64, dtype=BF16)
+    table = PageTable(lengths, None, pages, page_size, 4096)
+    query = torch.empty(1, 32, 1, 64, dtype=BF16)
+    call = replace(call, query=query, key=stored, value=stored, table=table)
+    made = compiled("sm_90", call)["paged_kernel"]
+    assert made.shared >= 4 * stored.element_size() * 64 * 64  # two stages of keys and values
+    assert made.spills == 0
+    assert re.search(r"cp\.async\.wait_group\s+3;", made.text)
 
 
 def test_exact_math_calls_the_device_library():

@@ -3,7 +3,8 @@
 Glossary (more in forward.py and decode.py)
     length, count   keys and queries of a sequence, read from the page table at run time
     position        of a query in its sequence; row r is query r % QUERIES of head r // QUERIES
-    page            number of a page of storage; of a row of the batch where there are no pages
+    page            number of a page of storage, or several where a tile spans them; of a row of the
+                    batch where there are no pages
     tail            the key tile that the sequence ends in
 
 A program takes TILE_M rows, QUERIES consecutive queries of HEADS query heads that share a key
@@ -32,18 +33,34 @@ from attnloom.backends.triton.tiles import load_tile
 
 
 @triton.jit
-def _pages_of(table, base, kv, length, cfg: tl.constexpr, TAIL: tl.constexpr):
-    """The page of the tile at key kv: a scalar, or [TILE_N] where a tile spans several."""
-    if cfg.GATHER:
-        offs_n = kv + tl.arange(0, cfg.TILE_N)
-        if TAIL:
-            return tl.load(table[2] + base + offs_n // cfg.PAGE, mask=offs_n < length, other=0)
-        else:
-            return tl.load(table[2] + base + offs_n // cfg.PAGE)
-    elif cfg.PAGE > 0:
-        return tl.load(table[2] + base + kv // cfg.PAGE)
+def _pages_of(table, base, kv, length, cfg: tl.constexpr):
+    """Pages of the tile at key kv that spans several, in order: scalars, which a loop carries in a
+    register each, where a vector would have one for each row. Those past the length are 0: the
+    table need not have them."""
+    entries = table[2] + base + kv // cfg.PAGE
+    pages = (tl.load(entries, mask=kv < length, other=0),)
+    for i in tl.static_range(1, cfg.TILE_N // cfg.PAGE):
+        inside = kv + i * cfg.PAGE < length
+        pages = pages + (tl.load(entries + i, mask=inside, other=0),)  # noqa: RUF005
+    return pages
+
+
+@triton.jit
+def _gathered_rows(pages, stride_p, stride_l, cfg: tl.constexpr):
+    """[TILE_N] offsets of the rows of a tile that spans several pages, within a head.
+
+    A thread knows the rows that it copies when it is compiled, so that a choice among scalars costs
+    nothing. Pages are chosen, not offsets: a product with the stride is what says that rows are
+    aligned."""
+    row = tl.arange(0, cfg.TILE_N)
+    page = tl.full([cfg.TILE_N], 0, tl.int32) + pages[0]
+    for i in tl.static_range(1, cfg.TILE_N // cfg.PAGE):
+        page = tl.where(row // cfg.PAGE == i, pages[i], page)
+    in_page = row % cfg.PAGE
+    if cfg.FAR:
+        return page.to(tl.int64) * stride_p + in_page.to(tl.int64) * stride_l
     else:
-        return base
+        return page * tl.cast(stride_p, tl.int32) + in_page * tl.cast(stride_l, tl.int32)
 
 
 @triton.jit
@@ -61,17 +78,11 @@ def _load_keys(
             stride_p = (stride_p // UNIT) * UNIT
             stride_h = (stride_h // UNIT) * UNIT
             stride_l = (stride_l // UNIT) * UNIT
-        offs_n = kv + tl.arange(0, N)
         offs_c = COL + tl.arange(0, COLS)[None, :]
         start = src + tl.cast(h, tl.int64) * stride_h
-        if cfg.FAR:
-            offset = page.to(tl.int64) * stride_p + (offs_n % cfg.PAGE).to(tl.int64) * stride_l
-        else:
-            step = tl.cast(stride_l, tl.int32)
-            offset = page * tl.cast(stride_p, tl.int32) + (offs_n % cfg.PAGE) * step
-        ptr = start + (offset[:, None] + offs_c)
+        ptr = start + (_gathered_rows(page, stride_p, stride_l, cfg)[:, None] + offs_c)
         if TAIL:
-            mask = (offs_n < length)[:, None] & (offs_c < WIDTH)
+            mask = (kv + tl.arange(0, N) < length)[:, None] & (offs_c < WIDTH)
             tile = tl.load(ptr, mask=mask, other=0.0)
         elif COL + COLS > WIDTH:
             tile = tl.load(ptr, mask=offs_c < WIDTH, other=0.0)
@@ -254,11 +265,14 @@ def paged_kernel(
         entry = tl.load(entries + begin // cfg.SUB, mask=begin < end, other=0)
         kv = ((entry >> 1) * cfg.SUB + begin % cfg.SUB) * cfg.TILE_N
     page = base
-    if cfg.PAGE > 0 and not cfg.GATHER:
+    if cfg.GATHER:
+        page = _pages_of(table, base, kv, length, cfg)
+    elif cfg.PAGE > 0:
         page = tl.load(table[2] + base + kv // cfg.PAGE, mask=begin < end, other=0)
     for t in tl.range(begin, full):
         # What the next step needs to know of its keys is loaded now: the copy that waits for an
-        # address stalls every warp.
+        # address stalls every warp, and a copy whose address is loaded in the same step is issued
+        # a stage late.
         here, at, partial = page, kv, (entry & 1) != 0
         following = tl.minimum(t + 1, end - 1)
         if cfg.HAS_LISTS:
@@ -267,7 +281,7 @@ def paged_kernel(
         else:
             kv = following * cfg.TILE_N
         if cfg.GATHER:
-            here = _pages_of(table, base, at, length, cfg, False)
+            page = _pages_of(table, base, kv, length, cfg)
         elif cfg.PAGE > 0:
             page = tl.load(table[2] + base + kv // cfg.PAGE)
         state = _step(
@@ -275,15 +289,15 @@ def paged_kernel(
             mask_ctx, pos, False, cfg,
         )  # fmt: skip
     for t in tl.range(tl.maximum(full, begin), end, num_stages=1):
-        kv = t * cfg.TILE_N
-        partial = True
-        if cfg.HAS_LISTS:
-            entry = tl.load(entries + t // cfg.SUB)
-            kv = ((entry >> 1) * cfg.SUB + t % cfg.SUB) * cfg.TILE_N
-            partial = (entry & 1) != 0
-        here = _pages_of(table, base, kv, length, cfg, True)
+        if cfg.PAGE == 0:
+            kv = t * cfg.TILE_N
+            if cfg.HAS_LISTS:
+                entry = tl.load(entries + t // cfg.SUB)
+                kv = ((entry >> 1) * cfg.SUB + t % cfg.SUB) * cfg.TILE_N
+        # over pages the step before has looked all of it up
+        partial = (entry & 1) != 0
         state = _step(
-            state, q_tile, k_src, k_at, v_src, v_at, here, kv, length, partial, factor, score_ctx,
+            state, q_tile, k_src, k_at, v_src, v_at, page, kv, length, partial, factor, score_ctx,
             mask_ctx, pos, True, cfg,
         )  # fmt: skip
 

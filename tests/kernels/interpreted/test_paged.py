@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.paged.draw import Problem, check
+from attnloom import PagedKV, PageTable, create_block_mask, flex_attention
+from attnloom.backends.triton import configs, launch_paged
+from tests.paged.draw import Problem, check, window
 
 SMALL = Problem(lengths=(40, 3, 70), D=16, Dv=16, block=32)
 
@@ -39,3 +41,39 @@ def test_one_cache_for_a_batch_of_queries() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_dtypes_and_odd_head_dims(dtype: torch.dtype) -> None:
     check(replace(SMALL, dtype=dtype, D=24, Dv=40, mask="causal", page_size=32), "triton")
+
+
+@pytest.mark.parametrize(("tile_n", "far"), [(64, False), (64, True), (128, False)])
+def test_tiles_of_several_pages(tile_n: int, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what tiles inside one page give: pages are looked up a step ahead, in front of
+    the tail, in it, and by each share of the keys. Entries past the length are not read."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 2, 1, 16, generator=draw)
+    lengths = torch.tensor([300, 5, 256], dtype=torch.int32)
+    stored = torch.randn(2, 3, 1, 384, 16, generator=draw)
+    for b, length in enumerate(lengths.tolist()):
+        stored[:, b, :, length:] = torch.nan
+    mask = create_block_mask(window, None, None, 512, 512, BLOCK_SIZE=128)
+    monkeypatch.setattr(launch_paged, "_tiles", lambda _: (configs.Tile(16, tile_n, 4, 1),))
+    monkeypatch.setattr(launch_paged, "_ready", {})
+    if far:
+        monkeypatch.setattr(launch_paged, "_FAR", 0)
+    outs = []
+    for page_size in (128, 16, 32):
+        cut = stored.unflatten(3, (-1, page_size)).transpose(2, 3).flatten(1, 2)
+        places = torch.randperm(cut.size(1), generator=draw)
+        pages = torch.empty_like(cut, memory_format=torch.contiguous_format)
+        pages[:, places] = cut
+        numbers = places.int().view(3, -1)
+        for b, length in enumerate(lengths.tolist()):
+            numbers[b, -(-length // page_size) :] = 10**6
+        kv = PagedKV(*pages, PageTable(lengths, None, numbers, page_size, 384))
+        for block_mask in (None, mask):
+            options = {"backend": "triton"}
+            outs.append(flex_attention(query, kv, block_mask=block_mask, enable_gqa=True,
+                                       kernel_options=options))  # fmt: skip
+    gathered = [ready.launch.config.GATHER for ready in launch_paged._ready.values()]
+    assert gathered == [False, False, True, True, True, True]
+    assert not outs[0].isnan().any()
+    for i, out in enumerate(outs):
+        assert torch.equal(out, outs[i % 2])
