@@ -59,3 +59,7 @@ class RequestError(AttnloomError, ValueError):
 
 class OverloadedError(AttnloomError, RuntimeError):
     """More requests are waiting than may; nothing was queued."""
+
+
+class CaptureError(AttnloomError, RuntimeError):
+    """A step of a model cannot become a CUDA graph; it can still run eagerly."""

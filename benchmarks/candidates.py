@@ -103,7 +103,27 @@ class PortableBackward:
             yield
 
 
-Change = GluonForward | GluonBackward | PortableForward | PortableBackward
+@dataclass(frozen=True, slots=True)
+class PortableDecode:
+    """A tile of the decode kernel, of 16 rows."""
+
+    tile: Tile
+    backend: str = "triton"
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, few queries run so."""
+        from attnloom.backends.triton import launch_decode
+
+        with (
+            mock.patch.object(launch_decode, "_ready", self._known),
+            mock.patch.object(launch_decode, "_tiles", lambda call: (self.tile,)),
+        ):
+            yield
+
+
+Change = GluonForward | GluonBackward | PortableForward | PortableBackward | PortableDecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +158,9 @@ _CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
 _CAUSAL_96 = GpuCase("causal", 4, 16, 16, 8192, 8192, 96)
 _FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
+_DECODE_64 = GpuCase("full", 32, 16, 16, 1, 8192, 64)
+_DECODE_128 = GpuCase("full", 32, 32, 8, 1, 8192, 128)
+_DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
 _SLOPE = GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 64)
 _BIAS = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 64)
 
@@ -232,5 +255,47 @@ CANDIDATES = (
         (_CAUSAL_192,),
         0,
         "four stages in 147 KB, where three of 64 keys take 197",
+    ),
+    Candidate(
+        "decode D=64, 2 warps",
+        PortableDecode(Tile(16, 64, 2, 3)),
+        (_DECODE_64,),
+        0,
+        "four barriers a tile; over pages 2 warps took 129 us against 134",
+    ),
+    Candidate(
+        "decode D=64, 2 warps, 4 stages",
+        PortableDecode(Tile(16, 64, 2, 4)),
+        (_DECODE_64,),
+        0,
+        "as above, and 208 KB of buffers a processor instead of 144",
+    ),
+    Candidate(
+        "decode D=64, one warp, 32 keys",
+        PortableDecode(Tile(16, 32, 1, 4)),
+        (_DECODE_64,),
+        0,
+        "no barriers; 8 programs fit a processor",
+    ),
+    Candidate(
+        "decode D=128, 2 warps",
+        PortableDecode(Tile(16, 64, 2, 3)),
+        (_DECODE_128, _DECODE_LONG),
+        0,
+        "four barriers a tile; three programs fit a processor instead of two",
+    ),
+    Candidate(
+        "decode D=128, 4 stages",
+        PortableDecode(Tile(16, 64, 4, 4)),
+        (_DECODE_128, _DECODE_LONG),
+        0,
+        "204 KB of buffers a processor instead of 140",
+    ),
+    Candidate(
+        "decode D=128, 2 warps, 32 keys, 5 stages",
+        PortableDecode(Tile(16, 32, 2, 5)),
+        (_DECODE_128, _DECODE_LONG),
+        0,
+        "as many bytes in flight in smaller steps",
     ),
 )

@@ -126,16 +126,15 @@ def try_one(name: str, case_name: str) -> Trial:
     trial = Trial(name, case_name, candidate.phase, "wrong")
     backward = candidate.phase == "backward"
     heads, kv_heads = case.heads // 4, case.kv_heads // 4
-    small = replace(
-        case, batch=2, heads=heads, kv_heads=kv_heads, q_len=SMALL_LEN, kv_len=SMALL_LEN
-    )
+    q_len = min(case.q_len, SMALL_LEN)
+    small = replace(case, batch=2, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=SMALL_LEN)
     run = _Runs(candidate.change, small, backward)
     oracle = run.oracle(small)
     error, seen = (max(relative_errors(found, oracle).values()) for found in run.both())
     trial = replace(trial, error_ppm=error, seen_error_ppm=seen)
     if not error <= _WORSE * seen + _NOISE_PPM:
         return replace(trial, detail="too far from the float64 oracle")
-    many = replace(case, batch=16, q_len=SMALL_LEN, kv_len=SMALL_LEN)
+    many = replace(case, batch=16, q_len=q_len, kv_len=SMALL_LEN)
     if not _repeats(_Runs(candidate.change, many, backward)):
         return replace(trial, detail="launches of many tiles do not repeat")
     full = _Runs(candidate.change, case, backward)

@@ -54,6 +54,7 @@ def attnloom_engine(model: Decoder, work: Workload) -> Decoded:
     # All prompts in the first step, so that all decode together as the peers' do.
     limits = Limits(num, sum(map(len, work.prompts)), num, work.longest)
     engine = Engine(model, None, limits, num_pages=num * pages, page_size=PAGE_SIZE)
+    engine.warm_up()
     found: dict[str, list[int]] = {}
     for prompt in work.prompts:
         params = SamplingParams(temperature=0, max_tokens=work.num_tokens, ignore_eos=True)

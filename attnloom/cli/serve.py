@@ -47,6 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--cache-gib", type=float, default=1.0, help="memory for keys and values (default: 1)"
     )
     parser.add_argument(
+        "--cuda-graphs",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="capture decoding steps (default: auto, where there is a CUDA device)",
+    )
+    parser.add_argument(
         "--speculate",
         action="store_true",
         help="draft what followed the last tokens before, and verify it",
@@ -82,8 +88,10 @@ def run(args: argparse.Namespace) -> int:
         page_size=args.page_size,
         cache_bytes=int(args.cache_gib * (1 << 30)),
         speculate=args.speculate,
+        cuda_graphs={"auto": "auto", "on": True, "off": False}[args.cuda_graphs],
     )
     engine = build_engine(config)
+    engine.warm_up()
     name = args.name or ("tiny" if args.folder is None else args.folder.resolve().name)
     print(
         f"serving {name} on {engine.cache.device}: "

@@ -35,7 +35,7 @@ def token_tree(parents: Integers, prefix_length: int | Integers = 0) -> MaskMod:
     """
     tree = read_integers("parents", parents, 1, 2)
     batched = tree.dim() == 2
-    rows = [_walk(row) for row in (tree if batched else tree[None]).tolist()]
+    rows = [walk(row) for row in (tree if batched else tree[None]).tolist()]
     enter, leave = (torch.tensor(side, dtype=torch.int32) for side in zip(*rows, strict=True))
     enter, leave = (t.to(tree.device) if batched else t[0].to(tree.device) for t in (enter, leave))
     prefix, count = _read_prefix("token_tree", prefix_length), tree.shape[-1]
@@ -103,7 +103,7 @@ def ancestor_bits(parents: Integers) -> Tensor:
         ModError, DtypeError, ShapeError: as `token_tree`.
     """
     tree = read_integers("parents", parents, 1, 2)
-    rows = [_walk(row) for row in (tree if tree.dim() == 2 else tree[None]).tolist()]
+    rows = [walk(row) for row in (tree if tree.dim() == 2 else tree[None]).tolist()]
     enter, leave = (torch.tensor(side).to(tree.device) for side in zip(*rows, strict=True))
     query = enter[:, :, None]
     seen = (enter[:, None] <= query) & (query < leave[:, None])  # [B, N, N]
@@ -113,7 +113,7 @@ def ancestor_bits(parents: Integers) -> Tensor:
     return packed if tree.dim() == 2 else packed[0]
 
 
-def _walk(parents: list[int]) -> tuple[list[int], list[int]]:
+def walk(parents: list[int]) -> tuple[list[int], list[int]]:
     """The number of each node in a depth-first walk, and one more than the last of its subtree."""
     size = [1] * len(parents)
     for node, parent in enumerate(parents):

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from attnloom.errors import OptionError, ShapeError
 from attnloom.paged.book import DROPPED
+from attnloom.paged.staged import StagedInts
 from attnloom.paged.table import PagedKV, PageTable
 
 if TYPE_CHECKING:
     from attnloom.paged.cache import PagedKVCache
-
-
-_ALIGNED = 4  # int32: each tensor begins at a multiple of 16 bytes, as kernels like it
 
 
 class PagedBatch:
@@ -29,7 +28,9 @@ class PagedBatch:
         sequences: their names; batch entry b is sequences[b]. Further entries are empty.
         table: PageTable of the batch.
         positions: [B, Q_LEN] int64, position of each query row, 0 in padding: what a rotary
-            embedding takes.
+            embedding takes. Changes in place, as the table does.
+        rows: [B, Q_LEN, Hkv] int64, where keys and values of the step's tokens go: rows of
+            `PagedKVCache.layer_rows`. In place as well.
     """
 
     def __init__(
@@ -37,24 +38,23 @@ class PagedBatch:
     ) -> None:
         self.cache = cache
         self.sequences: tuple[int, ...] = ()
-        device = cache.device
-        # One tensor, so that an update is one copy: lengths, counts, then rows of pages, and the
-        # rows of the storage that the step's tokens go to.
-        sizes = (size, size, size * width, size * q_len, size * q_len)
-        rooms = [n + -n % _ALIGNED for n in sizes]
-        self._packed = torch.zeros(sum(rooms), dtype=torch.int32, device=device)
-        lengths, counts, pages, rows, positions = (
-            room[:n] for room, n in zip(self._packed.split(rooms), sizes, strict=True)
+        self._staged = StagedInts(
+            {
+                "lengths": (torch.int32, (size,)),
+                "counts": (torch.int32, (size,)),
+                "pages": (torch.int32, (size, width)),
+                "positions": (torch.int64, (size, q_len)),
+                "rows": (torch.int64, (size, q_len, cache.num_kv_heads)),
+            },
+            cache.device,
         )
-        self._rows = rows.view(size, q_len)
-        self._positions = positions.view(size, q_len)
+        tensors = self._staged.tensors
+        self.positions = tensors["positions"]
+        self.rows = tensors["rows"]
         self.table = PageTable(
-            lengths,
-            counts,
-            pages.view(size, width),
-            cache.page_size,
-            max_length,
+            tensors["lengths"], tensors["counts"], tensors["pages"], cache.page_size, max_length
         )
+        self._layers: dict[int, PagedKV] = {}
 
     @property
     def size(self) -> int:
@@ -64,11 +64,7 @@ class PagedBatch:
     @property
     def q_len(self) -> int:
         """Q_LEN: rows of query for each sequence, padding included."""
-        return self._rows.size(1)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self._positions.long()
+        return self.positions.size(1)
 
     def update(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         """Take other sequences, or the same at their present lengths, in place: what a captured
@@ -84,37 +80,37 @@ class PagedBatch:
                 f"{len(sequences)} sequences and {len(counts)} counts for a batch of {self.size}; "
                 "one count each, and no more sequences than that."
             )
-        cache, book = self.cache, self.cache.book
-        size, q_len = self._rows.shape
-        assert self.table.pages is not None
-        width = self.table.pages.size(1)
-        lengths, numbers, pages = [0] * size, [0] * size, [0] * (size * width)
-        rows, positions = [cache.scrap_row] * (size * q_len), [0] * (size * q_len)
-        page_size = cache.page_size
-        for b, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            length, held = book.length(sequence), book.pages(sequence)
-            used = -(-length // page_size)
-            if not 0 <= count <= min(length, q_len) or length > self.table.max_length:
+        lengths = [self.cache.length(sequence) for sequence in sequences]
+        for sequence, length, count in zip(sequences, lengths, counts, strict=True):
+            if not 0 <= count <= min(length, self.q_len) or length > self.table.max_length:
                 raise ShapeError(
                     f"sequence {sequence} has {length} tokens, {count} of them queries; this batch "
-                    f"takes {q_len} queries and {self.table.max_length} tokens a sequence."
+                    f"takes {self.q_len} queries and {self.table.max_length} tokens a sequence."
                 )
-            lengths[b], numbers[b] = length, count
-            held = [cache.dropped_page if p == DROPPED else p for p in held[:used]]
-            pages[b * width : b * width + used] = held
-            at = b * q_len
-            for i, t in enumerate(range(length - count, length)):
-                rows[at + i] = held[t // page_size] * page_size + t % page_size
-                positions[at + i] = t
-        flat: list[int] = []
-        for part in (lengths, numbers, pages, rows, positions):
-            flat += part
-            flat += [0] * (-len(part) % _ALIGNED)
-        packed = torch.tensor(flat, dtype=torch.int32)
-        if self._packed.is_cuda:
-            packed = packed.pin_memory()
-        self._packed.copy_(packed, non_blocking=True)
+        staging = self._staged.staging()
+        into = staging.arrays
+        into["lengths"][: len(lengths)] = lengths
+        into["counts"][: len(lengths)] = counts
+        page_size, pages = self.cache.page_size, into["pages"]
+        for row, sequence, length in zip(pages, sequences, lengths, strict=False):
+            used = -(-length // page_size)
+            row[:used] = self.cache.book.page_array(sequence)[:used]
+        np.copyto(pages, self.cache.dropped_page, where=pages == DROPPED)
+        self._place(into)
+        self._staged.take(staging)
         self.sequences = tuple(sequences)
+
+    def _place(self, into: dict[str, np.ndarray]) -> None:
+        """Fill in what follows from lengths, counts and pages."""
+        index, entry = np.arange(self.q_len), np.arange(self.size)[:, None]
+        heads, page_size = self.cache.num_kv_heads, self.cache.page_size
+        counts = into["counts"][:, None]
+        exists = index < counts
+        positions = np.where(exists, into["lengths"][:, None] - counts + index, 0)
+        page = np.where(exists, into["pages"][entry, positions // page_size], self.cache.scrap_page)
+        first = page.astype(np.int64) * (heads * page_size) + positions % page_size
+        into["positions"][:] = positions
+        into["rows"][:] = first[..., None] + np.arange(heads) * page_size
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int = 0) -> None:
         """Store keys and values of the step's tokens; rows of padding are ignored.
@@ -125,11 +121,11 @@ class PagedBatch:
         Raises:
             ShapeError: other sizes.
         """
-        cache = self.cache
-        keys, values = cache.layer_tensors(layer)
-        for name, new, stored in (("key", key, keys), ("value", value, values)):
-            want = (self.size, stored.size(1), self.q_len, stored.size(3))
-            if tuple(new.shape) != want:
+        heads = self.cache.num_kv_heads
+        stored = self.cache.layer_rows(layer)
+        for name, new, rows in zip(("key", "value"), (key, value), stored, strict=True):
+            want = (self.size, heads, self.q_len, rows.size(1))
+            if new.shape != want:
                 raise ShapeError(
                     f"{name} is {list(new.shape)}, but this step writes {list(want)}: [B, Hkv, "
                     "Q_LEN, D] with a row for every query row of the batch, padding included."
@@ -139,10 +135,13 @@ class PagedBatch:
                     f"{name} requires grad; a cache keeps no history. Run the model under "
                     "torch.no_grad() or torch.inference_mode()."
                 )
-            rows = self._rows.long()
-            page, offset = rows // cache.page_size, rows % cache.page_size
-            stored[page, :, offset] = new.transpose(1, 2).to(stored.dtype)
+            flat = new.transpose(1, 2).reshape(-1, want[3])
+            rows.index_copy_(0, self.rows.flatten(), flat.to(rows.dtype))
 
     def layer(self, layer: int = 0) -> PagedKV:
         """Keys and values of a layer, for flex_attention(query, batch.layer(i))."""
-        return PagedKV(*self.cache.layer_tensors(layer), self.table)
+        found = self._layers.get(layer)
+        if found is None:
+            found = PagedKV(*self.cache.layer_tensors(layer), self.table)
+            self._layers[layer] = found
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,14 @@ from attnloom.errors import OptionError, ShapeError
 from attnloom.paged.allocator import PageAllocator
 
 DROPPED = -1  # in place of a page that was freed because no window reaches it any more
+_INT32 = "i"
 
 
 @dataclass(slots=True)
 class _Entry:
     """pages: of the tokens in order, at least those of `length` tokens; DROPPED at the front."""
 
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array(_INT32))
     length: int = 0
 
 
@@ -48,7 +50,11 @@ class PageBook:
 
     def pages(self, sequence: int) -> list[int]:
         """Pages of a sequence in order, reserved ones included; DROPPED where freed before."""
-        return list(self._entry(sequence).pages)
+        return self._entry(sequence).pages.tolist()
+
+    def page_array(self, sequence: int) -> array[int]:
+        """The same in 32 bits each, to be read at once: it is the book's own."""
+        return self._entry(sequence).pages
 
     def extend(
         self, sequences: Sequence[int], counts: Sequence[int], reserve_only: bool = False
@@ -85,7 +91,7 @@ class PageBook:
             self.allocator.release([old])
         for entry, count in zip(entries, counts, strict=True):
             lacking = max(0, self._num_pages(entry.length + count) - len(entry.pages))
-            entry.pages += fresh[:lacking]
+            entry.pages.extend(fresh[:lacking])
             del fresh[:lacking]
             if not reserve_only:
                 entry.length += count
@@ -153,7 +159,7 @@ class PageBook:
         moves = self.allocator.compaction()
         self.allocator.move(moves)
         for entry in self._entries.values():
-            entry.pages = [moves.get(page, page) for page in entry.pages]
+            entry.pages = array(_INT32, [moves.get(page, page) for page in entry.pages])
         return moves
 
     def check(self) -> None:
@@ -175,7 +181,7 @@ class PageBook:
         return {
             "page_size": self.page_size,
             "next": self._next,
-            "sequences": {s: [e.length, list(e.pages)] for s, e in self._entries.items()},
+            "sequences": {s: [e.length, e.pages.tolist()] for s, e in self._entries.items()},
             **self.allocator.state(),
         }
 
@@ -186,7 +192,8 @@ class PageBook:
         made.allocator = PageAllocator.from_state(state["owners"], state["free"])
         made._next = state["next"]
         made._entries = {
-            int(s): _Entry(list(pages), length) for s, (length, pages) in state["sequences"].items()
+            int(s): _Entry(array(_INT32, pages), length)
+            for s, (length, pages) in state["sequences"].items()
         }
         made.check()
         return made

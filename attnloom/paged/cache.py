@@ -12,6 +12,8 @@ from attnloom.paged.batch import PagedBatch
 from attnloom.paged.book import PageBook
 from attnloom.paged.table import PagedKV, check_page_size
 
+_COPIED_AT_ONCE = 16  # pages, of all layers: what a copy holds beside the cache
+
 
 class PagedKVCache:
     """Keys and values of many sequences, in pages that are handed out as they grow.
@@ -61,16 +63,16 @@ class PagedKVCache:
                 raise OptionError(f"{name} is {size!r}; it must be an int of 1 or more.")
         self.book = PageBook(num_pages, page_size)
         self.page_size = page_size
-        self.dropped_page, scrap_page = num_pages, num_pages + 1
-        self.scrap_row = scrap_page * page_size
-        shape = (num_pages + 2, num_kv_heads, page_size)
-        self.keys, self.values = (
-            [torch.empty(*shape, d, dtype=dtype, device=device) for _ in range(num_layers)]
-            for d in (head_dim, value_dim)
+        self.dropped_page, self.scrap_page = num_pages, num_pages + 1
+        shape = (num_layers, num_pages + 2, num_kv_heads, page_size)
+        # of all layers, so that pages are copied in one go
+        self._stored = tuple(
+            torch.empty(*shape, d, dtype=dtype, device=device) for d in (head_dim, value_dim)
         )
-        for key, value in zip(self.keys, self.values, strict=True):
-            key[self.dropped_page] = torch.nan
-            value[self.dropped_page] = 0
+        for stored, filling in zip(self._stored, (torch.nan, 0.0), strict=True):
+            stored[:, self.dropped_page] = filling
+        self.keys, self.values = (list(stored.unbind(0)) for stored in self._stored)
+        self._rows = [stored.flatten(1, 3).unbind(0) for stored in self._stored]
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +81,10 @@ class PagedKVCache:
     @property
     def num_layers(self) -> int:
         return len(self.keys)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys[0].size(1)
 
     @property
     def num_free_pages(self) -> int:
@@ -95,11 +101,14 @@ class PagedKVCache:
 
     def layer_tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Storage of keys and of values of a layer, [num_pages + 2, Hkv, page_size, D]."""
-        if not 0 <= layer < self.num_layers:
-            raise OptionError(
-                f"layer is {layer}; this cache has layers 0 to {self.num_layers - 1}."
-            )
+        self._check_layer(layer)
         return self.keys[layer], self.values[layer]
+
+    def layer_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as rows, [(num_pages + 2) * Hkv * page_size, D]."""
+        self._check_layer(layer)
+        keys, values = self._rows
+        return keys[layer], values[layer]
 
     def new(self) -> int:
         """A sequence without tokens."""
@@ -134,9 +143,18 @@ class PagedKVCache:
             OutOfPagesError: they do not all fit; none was extended.
         """
         counts = [counts] * len(sequences) if isinstance(counts, int) else list(counts)
+        self.grow(sequences, counts)
+        return self.batch(sequences, counts, q_len)
+
+    def grow(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """Add tokens to sequences, for a batch that is there already and takes them by
+        `PagedBatch.update`.
+
+        Raises:
+            OutOfPagesError: they do not all fit; none was extended.
+        """
         self._check_counts(sequences, counts)
         self._copy(self.book.extend(sequences, counts))
-        return self.batch(sequences, counts, q_len)
 
     def append(
         self,
@@ -211,6 +229,24 @@ class PagedKVCache:
         """Keys and values of all live sequences, the newest q_len tokens of each being queries."""
         return self.batch(None, q_len).layer(layer)
 
+    def move_tokens(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Let tokens hold the keys and values of others, as accepted drafts do that move up.
+
+        Args:
+            moves: (sequence, position to write, position to read), all of the newest tokens, whose
+                pages nobody shares; all are read before any is written.
+        """
+        size = self.page_size
+        places = [
+            (pages[to // size], to % size, pages[at // size], at % size)
+            for pages, to, at in ((self.book.page_array(s), to, at) for s, to, at in moves)
+        ]
+        if places:
+            index = torch.tensor(places, dtype=torch.int64).to(self.device)
+            page, offset, old_page, old_offset = index.unbind(1)
+            for stored in self._stored:
+                stored[:, page, :, offset] = stored[:, old_page, :, old_offset]
+
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens from `length` on, and free pages that only they took."""
         self.book.truncate(sequence, length)
@@ -275,14 +311,20 @@ class PagedKVCache:
             stored[index] = saved.to(stored)
         self.book = book
 
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise OptionError(
+                f"layer is {layer}; this cache has layers 0 to {self.num_layers - 1}."
+            )
+
     def _check_counts(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         if len(counts) != len(sequences):
             raise ShapeError(f"{len(sequences)} sequences, but {len(counts)} counts; one each.")
 
     def _copy(self, pages: list[tuple[int, int]]) -> None:
         """Copy whole pages of every layer; none is both read and written."""
-        if not pages:
-            return
-        source, target = torch.tensor(pages, dtype=torch.int64).to(self.device).unbind(1)
-        for stored in (*self.keys, *self.values):
-            stored[target] = stored[source]
+        for first in range(0, len(pages), _COPIED_AT_ONCE):
+            some = pages[first : first + _COPIED_AT_ONCE]
+            source, target = torch.tensor(some, dtype=torch.int64).to(self.device).unbind(1)
+            for stored in self._stored:
+                stored[:, target] = stored[:, source]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
 from attnloom.errors import OptionError
+
+_INT64 = "q"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class DraftTree:
 class Drafter(Protocol):
     """Guesses what follows."""
 
-    def propose(self, tokens: Tokens[int]) -> DraftTree | None:
+    def propose(self, tokens: Items[int]) -> DraftTree | None:
         """A tree of what may follow these tokens; None where there is no idea."""
         ...
 
@@ -78,31 +82,37 @@ class NgramDrafter:
             )
         self.ngram, self.branches, self.depth = ngram, branches, depth
 
-    def propose(self, tokens: Tokens[int]) -> DraftTree | None:
+    def propose(self, tokens: Items[int]) -> DraftTree | None:
         """See Drafter."""
         tokens = list(tokens)
+        held = array(_INT64, tokens).tobytes()  # to be searched by C
         for n in range(min(self.ngram, len(tokens) - 1), 0, -1):
-            tail = tokens[-n:]
-            places = [
-                i
-                for i in range(len(tokens) - n - 1, -1, -1)
-                if tokens[i] == tail[0] and tokens[i : i + n] == tail
-            ]
-            if places:
-                ends = [i + n for i in places]
-                return grow([tokens[e : e + self.depth] for e in ends], self.branches)
+            paths: dict[tuple[int, ...], None] = {}
+            for end in _ends(held, n):
+                paths[tuple(tokens[end : end + self.depth])] = None
+                if len(paths) == self.branches:
+                    break
+            if paths:
+                return grow(list(paths))
         return None
 
 
-def grow(continuations: list[list[int]], branches: int) -> DraftTree:
-    """The tree of the first `branches` different continuations."""
+def _ends(held: bytes, n: int) -> Iterator[int]:
+    """Places behind earlier ones of the last n tokens, of 8 bytes each; the latest first."""
+    tail = held[-8 * n :]
+    at = held.rfind(tail, 0, len(held) - 8)
+    while at >= 0:
+        if at % 8 == 0:
+            yield at // 8 + n
+        at = held.rfind(tail, 0, at + len(tail) - 1)
+
+
+def grow(continuations: Items[Items[int]]) -> DraftTree:
+    """The tree of some continuations."""
     nodes: dict[tuple[int, ...], int] = {(): -1}
     tokens: list[int] = []
     parents: list[int] = []
-    for path in dict.fromkeys(map(tuple, continuations)):
-        if not branches:
-            break
-        branches -= 1
+    for path in map(tuple, continuations):
         for end in range(1, len(path) + 1):
             if path[:end] not in nodes:
                 nodes[path[:end]] = len(tokens)

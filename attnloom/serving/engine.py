@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch
 
 from attnloom.errors import OptionError, RequestError
 from attnloom.paged import PagedKVCache
@@ -17,6 +16,7 @@ from attnloom.serving.request import Finish, Output, Request, SamplingParams, Se
 from attnloom.serving.runner import ModelRunner
 from attnloom.serving.sampling import Draw, sample
 from attnloom.serving.scheduler import Chunk, Limits, Scheduler
+from attnloom.serving.static import CudaGraphs
 from attnloom.serving.text import TextStream, Tokenizer
 
 
@@ -50,6 +50,7 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = 64,
         drafter: Drafter | None = None,
+        cuda_graphs: CudaGraphs = "auto",
     ) -> None:
         """Make an engine with an empty cache.
 
@@ -58,8 +59,12 @@ class Engine:
             num_pages: of the cache; default: for a quarter of max_running sequences of full
                 length, at least one.
             drafter: guesses tokens that are then verified, several in one step.
+            cuda_graphs: capture decoding steps on a CUDA device, one graph for each number of
+                sequences, and replay them; see `warm_up`. "auto": where there is such a device;
+                with a warning and eagerly if the model cannot be captured. True: or not at all.
         Raises:
-            OptionError: a limit means nothing, or the cache would not hold one sequence.
+            OptionError: a limit means nothing, the cache would not hold one sequence, or graphs
+                are wanted on a device that has none.
         """
         limits = limits or Limits(max_length=min(2048, model.config.max_length))
         _check_limits(limits, model.config.max_length)
@@ -83,7 +88,7 @@ class Engine:
         )
         self.scheduler = Scheduler(self.cache, limits)
         self.metrics = Metrics()
-        self._runner = ModelRunner(model, self.cache, limits.max_length)
+        self._runner = ModelRunner(model, self.cache, limits, cuda_graphs)
         self._eos = {*config.eos_tokens, *(tokenizer.eos_tokens if tokenizer else ())}
         self._served: dict[str, _Served] = {}
 
@@ -91,6 +96,15 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request is running or waiting."""
         return bool(self._served)
+
+    def warm_up(self) -> None:
+        """Capture decoding steps now; otherwise each is captured when it is first needed. Does
+        nothing without CUDA graphs.
+
+        Raises:
+            CaptureError: with cuda_graphs=True, the model cannot be captured.
+        """
+        self._runner.warm_up()
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served.
@@ -147,16 +161,14 @@ class Engine:
         if not chunks:
             return []
         logits = self._runner.run(chunks)
-        ending = [i for i, chunk in enumerate(chunks) if chunk.ends]
-        draws = [draw for i in ending for draw in _draws(chunks[i])]
-        tokens = sample(torch.cat([logits[i] for i in ending]), draws) if ending else []
-        outputs, at = [], 0
-        for chunk, rows in zip(chunks, logits, strict=True):
-            drawn = tokens[at : at + len(rows)]
-            at += len(rows)
-            output = self._advance(chunk, drawn)
-            if output is not None:
-                outputs.append(output)
+        draws = [draw for chunk in chunks if chunk.ends for draw in _draws(chunk)]
+        tokens = iter(sample(logits.rows, draws) if draws else ())
+        drawn = [list(itertools.islice(tokens, count)) for count in logits.counts]
+        outputs = [
+            self._take(chunk, new)
+            for chunk, new in zip(chunks, self._advance(chunks, drawn), strict=True)
+            if new
+        ]
         self.metrics.steps += 1
         self.metrics.computed_tokens += sum(chunk.num_tokens for chunk in chunks)
         return outputs
@@ -182,19 +194,23 @@ class Engine:
             one = sequence.num_pending == 1
             sequence.draft = self._drafter.propose(sequence.tokens) if one else None
 
-    def _advance(self, chunk: Chunk, drawn: list[int]) -> Output | None:
-        """Take the tokens that a chunk gave to its sequence."""
-        sequence = chunk.sequence
-        if chunk.draft is None:
-            self.scheduler.computed(sequence, sequence.num_computed + chunk.count)
-            new = drawn
-        else:
-            path, new = _verified(chunk, drawn)
-            self._runner.accept(chunk, path)
-            self.metrics.drafted_tokens += len(chunk.draft.tokens)
-            self.metrics.accepted_tokens += len(path)
-            sequence.draft = None
-        return self._take(chunk, new) if new else None
+    def _advance(self, chunks: list[Chunk], drawn: list[list[int]]) -> list[list[int]]:
+        """Note what the cache holds now; the tokens that each chunk gives to its sequence."""
+        paths: list[tuple[Chunk, list[int]]] = []
+        given = []
+        for chunk, tokens in zip(chunks, drawn, strict=True):
+            sequence = chunk.sequence
+            if chunk.draft is None:
+                self.scheduler.computed(sequence, sequence.num_computed + chunk.count)
+            else:
+                path, tokens = _verified(chunk, tokens)
+                paths.append((chunk, path))
+                self.metrics.drafted_tokens += len(chunk.draft.tokens)
+                self.metrics.accepted_tokens += len(path)
+                sequence.draft = None
+            given.append(tokens)
+        self._runner.accept(paths)
+        return given
 
     def _take(self, chunk: Chunk, new: list[int]) -> Output:
         sequence = chunk.sequence

@@ -13,6 +13,7 @@ from attnloom.serving.decoder import Decoder, random_decoder
 from attnloom.serving.drafts import NgramDrafter
 from attnloom.serving.engine import Engine
 from attnloom.serving.scheduler import Limits
+from attnloom.serving.static import CudaGraphs
 from attnloom.serving.text import ByteTokenizer, FolderTokenizer, Tokenizer
 from attnloom.serving.weights import DTYPES, load_decoder
 
@@ -25,6 +26,7 @@ class ServeConfig:
         folder: of the model; None: a tiny random one.
         max_length: lowered to the positions that the model knows.
         cache_bytes: of keys and values of all layers.
+        cuda_graphs: see Engine.
     """
 
     folder: Path | None = None
@@ -37,6 +39,7 @@ class ServeConfig:
     page_size: int = 64
     cache_bytes: int = 1 << 30
     speculate: bool = False
+    cuda_graphs: CudaGraphs = "auto"
 
 
 def build_engine(config: ServeConfig) -> Engine:
@@ -77,6 +80,7 @@ def build_engine(config: ServeConfig) -> Engine:
         num_pages=num_pages,
         page_size=config.page_size,
         drafter=NgramDrafter() if config.speculate else None,
+        cuda_graphs=config.cuda_graphs,
     )
 
 

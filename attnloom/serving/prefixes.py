@@ -46,12 +46,15 @@ class PrefixIndex:
             self._ended.move_to_end(found[0])
         return found
 
-    def publish(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Let others find the whole pages of these tokens, all of which the cache holds."""
+    def publish(self, sequence: int, tokens: Sequence[int], length: int) -> None:
+        """Let others find the whole pages of the first `length` tokens, all of which the cache
+        holds."""
         known = self._digests.setdefault(sequence, [])
         page_size = self._cache.page_size
-        rest = tokens[len(known) * page_size :]
-        for digest in _digests(rest, page_size, known[-1] if known else b""):
+        first = len(known) * page_size
+        if length - first < page_size:  # nearly always: a page fills once in page_size steps
+            return
+        for digest in _digests(tokens[first:length], page_size, known[-1] if known else b""):
             known.append(digest)
             self._holders.setdefault(digest, {})[sequence] = None
 

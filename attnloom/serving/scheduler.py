@@ -91,17 +91,21 @@ class Scheduler:
         """Note how many tokens of a sequence the cache holds now."""
         sequence.num_computed = num_computed
         if sequence.cached is not None:
-            self.prefixes.publish(sequence.cached, sequence.tokens[:num_computed])
+            self.prefixes.publish(sequence.cached, sequence.tokens, num_computed)
 
     def schedule(self) -> list[Chunk]:
         """The next step, with pages for all of it reserved; empty if there is nothing to do."""
         chunks: dict[Sequence, Chunk] = {}
+        left = self.limits.max_step_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_pending > 1):
             if sequence.cached is None:  # preempted a moment ago
                 continue
-            chunk = self._chunk(sequence, self._left(chunks))
+            chunk, before = self._chunk(sequence, left), self.num_preemptions
             if chunk is not None and self._make_room(chunk, chunks):
                 chunks[sequence] = chunk
+                left -= chunk.num_tokens
+            if self.num_preemptions > before:
+                left = self._left(chunks)
         while self.waiting and len(self.running) < self.limits.max_running:
             if not self._admit(chunks):
                 break

@@ -57,6 +57,7 @@ def load_decoder(
         raise ModelError(
             f"the weights in {folder} are not those of its config.json: "
             f"{_some('missing', sorted(lacking))}{_some('unknown', sorted(unknown))}"
+            "Save both with save_pretrained."
         )
     return model.requires_grad_(False).eval()
 

@@ -15,8 +15,15 @@ pytest.importorskip("triton")
 
 from attnloom import flex_attention
 from attnloom.backends.gluon import configs_backward, configs_forward
+from attnloom.backends.triton import configs
 from benchmarks import candidates, gpu_candidates, gpu_cases, prewarm
-from benchmarks.candidates import CANDIDATES, Candidate, GluonBackward, GluonForward
+from benchmarks.candidates import (
+    CANDIDATES,
+    Candidate,
+    GluonBackward,
+    GluonForward,
+    PortableDecode,
+)
 from benchmarks.gpu_candidates import Trial
 from benchmarks.gpu_cases import GpuCase
 from benchmarks.timing import Sample
@@ -35,6 +42,10 @@ def test_candidates_are_not_what_is_in_use() -> None:
         elif isinstance(change, GluonBackward) and case.head_dim == 128 and not case.score:
             in_use = configs_backward.form_for(128, 128, case.mask != "full", may_fold=True)
             assert change.form != in_use
+        elif isinstance(change, PortableDecode):
+            device = configs.Device(90, 232448, 132, 50 << 20)
+            shape = configs.Shape(case.head_dim, 2, False, 16, 1 << 20, 512)
+            assert change.tile != configs.decode_tiles(device, shape)[0]
 
 
 @pytest.mark.parametrize(

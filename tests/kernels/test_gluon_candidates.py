@@ -30,6 +30,7 @@ from benchmarks.candidates import (
     Candidate,
     GluonBackward,
     GluonForward,
+    PortableDecode,
     PortableForward,
 )
 from benchmarks.gpu_cases import GpuCase
@@ -45,7 +46,8 @@ LENGTH = 2048
 
 def call_of(case: GpuCase, backend: str) -> AttentionCall:
     """A smaller problem of the same kernels."""
-    case = replace(case, batch=1, heads=4, kv_heads=4, q_len=LENGTH, kv_len=LENGTH)
+    q_len = min(case.q_len, LENGTH)
+    case = replace(case, batch=1, heads=4, kv_heads=4, q_len=q_len, kv_len=LENGTH)
     with mock.patch.object(gpu_cases, "DEVICE", "cpu"):
         learned, mask_mod = case.learned_table(), case.mask_mod
         score_mod = case.score_mod(None if learned is None else learned.requires_grad_())
@@ -58,8 +60,8 @@ def call_of(case: GpuCase, backend: str) -> AttentionCall:
         bound = trace_score(score_mod, DType.F32, CPU)
         program = simplify(bound.program, exact=False)
         score = BoundProgram(program, bound.tensors, bound.numbers)
-    size = (1, 4, LENGTH, case.head_dim)
-    tensors = (torch.empty(size, dtype=torch.bfloat16) for _ in range(3))
+    sizes = ((1, 4, length, case.head_dim) for length in (q_len, LENGTH, LENGTH))
+    tensors = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
     options = KernelOptions(backend=backend)
     return AttentionCall(*tensors, score, mask, blocks, case.head_dim**-0.5, options)
 
@@ -74,7 +76,7 @@ def test_candidates_fit(candidate: Candidate) -> None:
             made = {"forward": compile_forward.compiled(call)}
         elif isinstance(change, GluonBackward):
             made = {"backward": compile_backward.compiled(call)["backward_kernel"]}
-        elif isinstance(change, PortableForward):
+        elif isinstance(change, PortableForward | PortableDecode):
             made = portable_forward.compiled("sm_90", call)
         else:
             made = portable_backward.compiled("sm_90", call)

@@ -38,7 +38,7 @@ class Oracle:
             cut = self.random.randrange(len(right))
             paths += [right, [*right[:cut], (right[cut] + 1) % 256, 5]]
         self.random.shuffle(paths)
-        return grow(paths, 8) if self.random.random() < 0.9 else None
+        return grow(paths) if self.random.random() < 0.9 else None
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])

@@ -13,7 +13,7 @@ from attnloom.serving import Request, load_decoder
 from attnloom.serving.drafts import DraftTree
 from attnloom.serving.request import Sequence
 from attnloom.serving.runner import ModelRunner
-from attnloom.serving.scheduler import Chunk
+from attnloom.serving.scheduler import Chunk, Limits
 from tests.serving.models import GEMMA, LLAMA, LLAMA3_ROPE, prompt, widen
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def _ours(folder: Path, tokens: list[int], sizes: list[int]) -> torch.Tensor:
     cache = PagedKVCache(
         16, 16, model.config.num_kv_heads, model.config.head_dim, num_layers=model.config.num_layers
     )
-    runner = ModelRunner(model, cache, 256)
+    runner = ModelRunner(model, cache, Limits(max_length=256))
     rows = []
     sequence = Sequence.of(Request(tuple(tokens)))
     sequence.cached, sequence.tokens = cache.new(), []
@@ -67,7 +67,7 @@ def _ours(folder: Path, tokens: list[int], sizes: list[int]) -> torch.Tensor:
         rest = tokens[start + 1 : start + size]
         draft = DraftTree(tuple(rest), tuple(range(-1, len(rest) - 1))) if rest else None
         chunk = Chunk(sequence, 1, draft)
-        rows += runner.run([chunk])
+        rows.append(runner.run([chunk]).rows)
         sequence.tokens = tokens[: start + size]
         sequence.num_computed = start + size
     return torch.cat(rows)
@@ -96,5 +96,5 @@ def _last_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     )
     sequence = Sequence.of(Request(tuple(tokens)))
     sequence.cached = cache.new()
-    (logits,) = ModelRunner(model, cache, 256).run([Chunk(sequence, len(tokens), None)])
-    return logits[-1]
+    runner = ModelRunner(model, cache, Limits(max_length=256))
+    return runner.run([Chunk(sequence, len(tokens), None)]).rows[-1]

@@ -1,0 +1,224 @@
+"""Users' mistakes with pages; texts are pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attnloom import OutOfPagesError, PagedKV, PagedKVCache, PageTable, flex_attention
+from attnloom.errors import AttnloomError, DeviceError, DtypeError, OptionError, ShapeError
+from attnloom.paged import PageAllocator
+
+H, D = 2, 8
+
+
+def cache_of(*lengths: int, num_pages: int = 4, num_layers: int = 1) -> PagedKVCache:
+    """A cache with sequences 0, 1, ... of these lengths, in pages of 16 tokens."""
+    cache = PagedKVCache(num_pages, 16, H, D, num_layers=num_layers)
+    for length in lengths:
+        cache.grow([cache.new()], [length])
+    return cache
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+def table(device: str = "cpu") -> PageTable:
+    return PageTable(int32(9).to(device), None, int32(0)[None].to(device), 16, 9)
+
+
+def attend(length: int, page: int) -> torch.Tensor:
+    """To one sequence, in one page of four."""
+    given = PageTable(int32(length), None, int32(page)[None], 16, 16)
+    return flex_attention(zeros(1, H, 1, D), PagedKV(zeros(4, H, 16, D), zeros(4, H, 16, D), given))
+
+
+def dropped() -> PagedKVCache:
+    cache = cache_of(40)
+    cache.drop_before(0, 35)
+    return cache
+
+
+ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
+    "negative pool": (
+        lambda: PageAllocator(-1),
+        OptionError,
+        "num_pages is -1; it must be 0 or more.",
+    ),
+    "out of pages": (
+        lambda: cache_of(40, 40),
+        OutOfPagesError,
+        "3 pages are needed and 1 of 4 are free. Free a sequence, or make the cache with more "
+        "pages; nothing was changed.",
+    ),
+    "more than the batch": (
+        lambda: cache_of(3, 4).empty_batch(1, 64).update([0, 1], [1, 1]),
+        ShapeError,
+        "2 sequences and 2 counts for a batch of 1; one count each, and no more sequences than "
+        "that.",
+    ),
+    "more queries than the batch": (
+        lambda: cache_of(20).empty_batch(1, 64).update([0], [2]),
+        ShapeError,
+        "sequence 0 has 20 tokens, 2 of them queries; this batch takes 1 queries and 64 tokens "
+        "a sequence.",
+    ),
+    "rows to write": (
+        lambda: cache_of(20).batch([0]).write(zeros(1, H, 2, D), zeros(1, H, 2, D)),
+        ShapeError,
+        "key is [1, 2, 2, 8], but this step writes [1, 2, 1, 8]: [B, Hkv, Q_LEN, D] with a row "
+        "for every query row of the batch, padding included.",
+    ),
+    "history": (
+        lambda: (
+            cache_of(20).batch([0]).write(zeros(1, H, 1, D).requires_grad_(), zeros(1, H, 1, D))
+        ),
+        OptionError,
+        "key requires grad; a cache keeps no history. Run the model under torch.no_grad() or "
+        "torch.inference_mode().",
+    ),
+    "twice": (
+        lambda: cache_of(3).extend([0, 0], 1),
+        OptionError,
+        "sequences [0, 0] names one twice; give each once.",
+    ),
+    "fewer than none": (
+        lambda: cache_of(3).extend([0], [-1]),
+        ShapeError,
+        "sequence 0 is extended by -1 tokens; 0 or more.",
+    ),
+    "fork beyond the end": (
+        lambda: cache_of(3).fork(0, 4),
+        ShapeError,
+        "sequence 0 has 3 tokens; a fork of its first 4 does not exist.",
+    ),
+    "cut beyond the end": (
+        lambda: cache_of(3).truncate(0, 4),
+        ShapeError,
+        "sequence 0 has 3 tokens; it cannot be cut to 4.",
+    ),
+    "drop beyond the end": (
+        lambda: cache_of(3).drop_before(0, 4),
+        ShapeError,
+        "sequence 0 has 3 tokens; position 4 is not one of them.",
+    ),
+    "no such sequence": (
+        lambda: cache_of(3).length(7),
+        OptionError,
+        "there is no sequence 7: it was freed, or never made here. Live ones are named by "
+        "`sequences`; there are 1.",
+    ),
+    "cut into what was dropped": (
+        lambda: dropped().truncate(0, 20),
+        ShapeError,
+        "sequence 0 dropped the page of token 19; it cannot go on from its first 20 tokens. "
+        "Drop pages only as far back as it may be cut.",
+    ),
+    "no heads": (
+        lambda: PagedKVCache(4, 16, 0, D),
+        OptionError,
+        "num_kv_heads is 0; it must be an int of 1 or more.",
+    ),
+    "layer": (
+        lambda: cache_of(3).batch().layer(1),
+        OptionError,
+        "layer is 1; this cache has layers 0 to 0.",
+    ),
+    "append to layers": (
+        lambda: cache_of(3, num_layers=2).append([0], zeros(1, H, 1, D), zeros(1, H, 1, D)),
+        OptionError,
+        "append writes one layer, this cache has 2: use batch = extend(sequences, counts), then "
+        "batch.write(key, value, layer) in every layer.",
+    ),
+    "key of another size": (
+        lambda: cache_of(3).append([0], zeros(1, H, 1, D + 1), zeros(1, H, 1, D)),
+        ShapeError,
+        "key is [1, 2, 1, 9]; 1 sequences of this cache take [1, 2, 1, 8].",
+    ),
+    "state of another size": (
+        lambda: cache_of(3).load_state_dict(cache_of(3, num_pages=9).state_dict()),
+        ShapeError,
+        "the state has 9 pages of 16 tokens and 1 layers of [2, 16, 8]; this cache 4 of 16 and "
+        "1 of [2, 16, 8].",
+    ),
+    "counts": (
+        lambda: cache_of(3).extend([0], [1, 2]),
+        ShapeError,
+        "1 sequences, but 2 counts; one each.",
+    ),
+    "too long for the pages": (
+        lambda: PageTable(int32(1), None, int32(1)[None], 16, 17),
+        ShapeError,
+        "max_length is 17, but 1 pages of 16 tokens hold 16. Give pages more columns.",
+    ),
+    "table without pages": (
+        lambda: PagedKV(
+            zeros(3, H, 16, D), zeros(3, H, 16, D), PageTable(int32(1), None, None, 0, 5)
+        ),
+        OptionError,
+        "PagedKV needs a PageTable with pages.",
+    ),
+    "pages of another size": (
+        lambda: PagedKV(zeros(3, H, 32, D), zeros(3, H, 32, D), table()),
+        ShapeError,
+        "key is [3, 2, 32, 8]; pages of 16 tokens are [num_pages, Hkv, 16, D].",
+    ),
+    "table on another device": (
+        lambda: PagedKV(zeros(3, H, 16, D), zeros(3, H, 16, D), table("meta")),
+        DeviceError,
+        "key is on cpu, its table on meta; both must be on one device.",
+    ),
+    "page size": (
+        lambda: PagedKVCache(4, 24, H, D),
+        OptionError,
+        "page_size is 24; it must be a power of two from 16, so that tiles and pages do not "
+        "straddle. Use 16, 32, 64, 128 or 256.",
+    ),
+    "lengths of another dtype": (
+        lambda: PageTable(zeros(1), None, None, 0, 5),
+        DtypeError,
+        "lengths is torch.float32; a PageTable holds int32. Use lengths.int().",
+    ),
+    "counts of another length": (
+        lambda: PageTable(int32(1), int32(1, 2), None, 0, 5),
+        ShapeError,
+        "counts is [2], lengths [1]; they must be [B] and [B].",
+    ),
+    "strided pages": (
+        lambda: PageTable(int32(1, 2), None, int32(1, 2, 3, 4).view(2, 2).T, 16, 5),
+        ShapeError,
+        "pages is not contiguous; kernels read it as it lies in memory.",
+    ),
+    "counts on another device": (
+        lambda: PageTable(int32(1), int32(1).to("meta"), None, 0, 5),
+        DeviceError,
+        "counts is on meta, lengths on cpu; a PageTable lies on one device.",
+    ),
+    "page out of range": (
+        lambda: attend(9, 7),
+        ShapeError,
+        "pages[0, 0] is 7, but key has 4 pages, 0 to 3; tokens 0 to 8 of sequence 0 would lie "
+        "there. Entries past the end of a sequence may hold anything.",
+    ),
+    "length out of range": (
+        lambda: attend(17, 3),
+        ShapeError,
+        "lengths[0] is 17; it must be 0 to 16 (max_length of the table). Kernels read the table "
+        "as it is when they run: correct it, or give it a larger bound.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, kind, text = ERRORS[name]
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == text

@@ -1,0 +1,239 @@
+"""Users' mistakes in serving; texts are pinned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attnloom.errors import AttnloomError, OptionError
+from attnloom.serving import (
+    ByteTokenizer,
+    Engine,
+    Limits,
+    ModelConfig,
+    ModelError,
+    NgramDrafter,
+    OverloadedError,
+    Request,
+    RequestError,
+    SamplingParams,
+)
+from attnloom.serving.launch import ServeConfig, build_engine
+from attnloom.serving.service import Service, StepFailedError
+from tests.serving.models import GEMMA, LLAMA, tiny
+
+LIMITS = Limits(max_running=1, max_waiting=1, max_length=64)
+ONE = SamplingParams(max_tokens=1)
+
+
+def engine(limits: Limits = LIMITS, **options: Any) -> Engine:
+    return Engine(tiny(LLAMA), limits=limits, page_size=16, **options)
+
+
+def config(**change: Any) -> ModelConfig:
+    return ModelConfig.from_dict({**LLAMA, **change})
+
+
+def lacking(name: str) -> ModelConfig:
+    return ModelConfig.from_dict({k: v for k, v in LLAMA.items() if k != name})
+
+
+def twice(name: str) -> None:
+    served = engine()
+    for _ in range(2):
+        served.add(Request((1,), ONE, name))
+
+
+def overload() -> None:
+    served = engine()
+    for _ in range(2):
+        served.add(Request((1,), ONE))
+
+
+def submit(close: bool) -> None:
+    """To a service that is closed, or whose queue is full."""
+    served = engine()
+    service = Service(served)
+    try:
+        if close:
+            service.close()
+        else:
+            served.scheduler.waiting.append(None)  # type: ignore[arg-type]
+        asyncio.run(_submitted(service))
+    finally:
+        served.scheduler.waiting.clear()
+        service.close()
+
+
+async def _submitted(service: Service) -> None:
+    await service.submit(Request((1,), ONE))
+
+
+def failing_step(message: str) -> None:
+    served = engine()
+    service = Service(served)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError(message)
+
+    served._runner.run = fail
+
+    async def first_output() -> None:
+        async for _ in await service.submit(Request((1,), ONE)):
+            pass
+
+    try:
+        asyncio.run(first_output())
+    finally:
+        service.close()
+
+
+ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
+    "model type": (
+        lambda: config(model_type="mamba"),
+        ModelError,
+        "model_type is 'mamba'; attnloom serves llama and gemma2. Another architecture needs a "
+        "decoder of its own in attnloom/serving.",
+    ),
+    "lacking": (
+        lambda: lacking("hidden_size"),
+        ModelError,
+        "config.json of a llama model lacks 'hidden_size'.",
+    ),
+    "not a number": (
+        lambda: config(vocab_size="many"),
+        ModelError,
+        "config.json of a llama model: invalid literal for int() with base 10: 'many'.",
+    ),
+    "layer types": (
+        lambda: ModelConfig.from_dict({**GEMMA, "layer_types": ["linear"] * 3}),
+        ModelError,
+        "layer_types is ['linear', 'linear', 'linear']; each of the 3 layers is "
+        "'full_attention' or 'sliding_attention'.",
+    ),
+    "activation": (
+        lambda: config(hidden_act="relu"),
+        ModelError,
+        "the activation 'relu' is not known; known are ('silu', 'gelu_pytorch_tanh', 'gelu').",
+    ),
+    "rope": (
+        lambda: config(rope_scaling={"type": "yarn", "factor": 2}),
+        ModelError,
+        "rope_type is 'yarn'; attnloom serves 'default', 'linear' and 'llama3'.",
+    ),
+    "small cache": (
+        lambda: build_engine(ServeConfig(device="cpu", cache_bytes=1 << 19)),
+        OptionError,
+        "a cache of 0.000488 GiB holds 16 pages, but a sequence of 4096 tokens takes 64. Give "
+        "it 0.00195 GiB or more, or lower max_length.",
+    ),
+    "graphs of nothing": (
+        lambda: engine(cuda_graphs="yes"),
+        OptionError,
+        "cuda_graphs is 'yes'; it must be 'auto', True or False.",
+    ),
+    "graphs on a CPU": (
+        lambda: engine(cuda_graphs=True),
+        OptionError,
+        "cuda_graphs is True, but the model is on cpu; only a CUDA device has graphs. 'auto' "
+        "captures steps there and runs them eagerly elsewhere.",
+    ),
+    "few pages": (
+        lambda: engine(num_pages=3),
+        OptionError,
+        "3 pages of 16 tokens do not hold one sequence of max_length 64. Give at least 4 pages, "
+        "or lower max_length.",
+    ),
+    "no prompt": (
+        lambda: engine().add(Request(())),
+        RequestError,
+        "the prompt is empty; give at least one token.",
+    ),
+    "long": (
+        lambda: engine().add(Request((1,) * 60, SamplingParams(max_tokens=5))),
+        RequestError,
+        "60 tokens of prompt and max_tokens 5 are more than the 64 tokens that a sequence may "
+        "have here.",
+    ),
+    "unknown token": (
+        lambda: engine().add(Request((1, 258), ONE)),
+        RequestError,
+        "token 258 is not one of the model's 258.",
+    ),
+    "stop without a tokenizer": (
+        lambda: engine().add(Request((1,), SamplingParams(max_tokens=1, stop=("x",)))),
+        RequestError,
+        "stop texts need a tokenizer; this engine has none.",
+    ),
+    "name": (
+        lambda: twice("mine"),
+        RequestError,
+        "a request named 'mine' is being served already.",
+    ),
+    "limit": (
+        lambda: engine(Limits(max_running=0)),
+        OptionError,
+        "max_running is 0; it must be 1 or more.",
+    ),
+    "long limit": (
+        lambda: engine(Limits(max_length=4096)),
+        OptionError,
+        "max_length is 4096, but the model knows 512 positions.",
+    ),
+    "drafter": (
+        lambda: NgramDrafter(branches=0),
+        OptionError,
+        "ngram, branches and depth are 3, 0 and 5; each must be 1 or more.",
+    ),
+    "range": (
+        lambda: SamplingParams(temperature=-1),
+        RequestError,
+        "temperature is -1; it must be from 0 to 100.",
+    ),
+    "stop": (
+        lambda: SamplingParams(stop=("",)),
+        RequestError,
+        "stop holds an empty text or more than 16; give 1 to 16 texts.",
+    ),
+    "queue": (
+        overload,
+        OverloadedError,
+        "1 requests are waiting, the most allowed; try again later.",
+    ),
+    "queue of a service": (
+        lambda: submit(close=False),
+        OverloadedError,
+        "1 requests are waiting, the most allowed; try again later.",
+    ),
+    "closed": (lambda: submit(close=True), OverloadedError, "the server is shutting down."),
+    "failed step": (
+        lambda: failing_step("no memory"),
+        StepFailedError,
+        "the model failed: MemoryError.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, kind, text = ERRORS[name]
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_an_unknown_model() -> None:
+    pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+    from attnloom.serving.server import Endpoint, UnknownModelError
+    from attnloom.serving.wire import Completion
+
+    endpoint = Endpoint(None, ByteTokenizer(), "tiny")  # type: ignore[arg-type]
+    with pytest.raises(UnknownModelError) as caught:
+        asyncio.run(endpoint.complete(None, Completion(model="gpt", prompt="a")))  # type: ignore[arg-type]
+    assert str(caught.value) == UNKNOWN_MODEL
+
+
+UNKNOWN_MODEL = "there is no model 'gpt' here; this server has 'tiny'."
