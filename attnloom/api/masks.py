@@ -10,7 +10,7 @@ import torch
 
 from attnloom.backends import mask_builders
 from attnloom.block_mask import BlockMask
-from attnloom.errors import ModError, OptionError, ShapeError
+from attnloom.errors import ModError, OptionError, ShapeError, counted
 from attnloom.ir.node import DType
 from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, read_data_device, read_device, read_int, shown
@@ -216,8 +216,8 @@ def _num_arguments(mod: Mod) -> int:
     count = _count_parameters(mod)
     if count not in (4, 5):
         raise ModError(
-            f"{_name(mod)} takes {count} arguments; a mask_mod takes 4, (b, h, q_idx, kv_idx), and "
-            "a score_mod 5, (score, b, h, q_idx, kv_idx)."
+            f"{_name(mod)} takes {counted(count, 'argument')}; a mask_mod takes 4, (b, h, q_idx, "
+            "kv_idx), and a score_mod 5, (score, b, h, q_idx, kv_idx)."
         )
     return count
 

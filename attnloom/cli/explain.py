@@ -11,7 +11,7 @@ from pathlib import Path
 from attnloom.cli import mods
 from attnloom.cli.output import dtype_name, table, to_json
 from attnloom.cli.progress import shown
-from attnloom.errors import OptionError
+from attnloom.errors import OptionError, counted
 
 _DEFAULTS = {"q_len": 2048, "batch": 1, "heads": 1, "head_dim": 64, "block_size": 128}
 
@@ -92,7 +92,7 @@ def _assignment(statement) -> str:
 
 
 def _gradient(gradient) -> Iterator[str]:
-    yield f"gradient ({gradient.num_nodes} operations, the recomputed score included)"
+    yield f"gradient ({counted(gradient.num_nodes, 'operation')}, the recomputed score included)"
     yield table([(s.when, _assignment(s)) for s in gradient.statements])
     for c in gradient.captured:
         over = f"; summed over {c.summed_over}" if c.summed_over else ""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnloom.errors import DeviceError, ModError, OptionError, ShapeError
+from attnloom.errors import DeviceError, ModError, OptionError, ShapeError, counted
 
 _MOST_SHOWN = 60
 
@@ -83,8 +83,9 @@ def read_device(device: Any) -> torch.device:
         )
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise DeviceError(
-            f"device is '{found}', but torch sees {torch.cuda.device_count()} CUDA devices here. "
-            "Use device='cpu', or look at torch.cuda.is_available()."
+            f"device is '{found}', but torch sees "
+            f"{counted(torch.cuda.device_count(), 'CUDA device')} here. Use device='cpu', or look "
+            "at torch.cuda.is_available()."
         )
     return found
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from typing_extensions import Self
 
-from attnloom.errors import DtypeError, ShapeError
+from attnloom.errors import DtypeError, ShapeError, counted
 from attnloom.masking import known_masks, versions
 from attnloom.masking.arguments import (
     check_flag,
@@ -219,8 +219,8 @@ class KnownMasks:
         ids_kv = ids_kv[None] if ids_kv.dim() == 1 else ids_kv
         if ids_q.shape[0] != ids_kv.shape[0] and 1 not in (ids_q.shape[0], ids_kv.shape[0]):
             raise ShapeError(
-                f"ids_q has {ids_q.shape[0]} batch entries and ids_kv {ids_kv.shape[0]}; they must "
-                "be equal, or 1 to share."
+                f"ids_q has {counted(ids_q.shape[0], 'batch entry')} and ids_kv {ids_kv.shape[0]}; "
+                "they must be equal, or 1 to share."
             )
         B = max(ids_q.shape[0], ids_kv.shape[0])
         documents = known_masks.documents_of(ids_q.expand(B, -1), ids_kv.expand(B, -1))

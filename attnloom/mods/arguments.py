@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import ModError, ShapeError
+from attnloom.errors import ModError, ShapeError, any_of, counted
 from attnloom.masking.arguments import shown
 from attnloom.masking.known_masks import check_integer
 
@@ -39,8 +39,8 @@ def read_sizes(factory: str, name: str, value: Any, count: int, least: int = 1) 
         return (read_size(factory, name, value, least),) * count
     if len(value) != count:
         raise ModError(
-            f"{factory}: {name} is {shown(value)}, which has {len(value)} axes; the canvas has "
-            f"{count}. Give one int for every axis, or a single one for all."
+            f"{factory}: {name} is {shown(value)}, which has {counted(len(value), 'axis')}; the "
+            f"canvas has {count}. Give one int for every axis, or a single one for all."
         )
     return tuple(read_size(factory, name, size, least) for size in value)
 
@@ -76,7 +76,7 @@ def check_floats(factory: str, name: str, value: Any, *ranks: int) -> None:
     if value.dim() not in ranks:
         raise ShapeError(
             f"{factory}: {name} has shape {list(value.shape)}; it must have "
-            f"{' or '.join(map(str, ranks))} dimensions."
+            f"{any_of(ranks, 'dimension')}."
         )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
-from attnloom.errors import ShapeError
+from attnloom.errors import ShapeError, counted
 from attnloom.masking.extent import Axis, limited
 from attnloom.mods.arguments import check_floats, read_integers
 from attnloom.mods.extent import of_table
@@ -67,8 +67,8 @@ def graphormer_edge(paths: Tensor, features: Tensor, weight: Tensor) -> ScoreMod
     check_floats(name, "weight", weight, 3)
     if weight.shape[0] != longest or weight.shape[-1] != features.shape[-1]:
         raise ShapeError(
-            f"{name}: weight has shape {list(weight.shape)}; paths of {longest} edges and features "
-            f"of size {features.shape[-1]} need [{longest}, Hq, {features.shape[-1]}]."
+            f"{name}: weight has shape {list(weight.shape)}; paths of {counted(longest, 'edge')} "
+            f"and features of size {features.shape[-1]} need [{longest}, Hq, {features.shape[-1]}]."
         )
     present = edges >= 0
     share = 1.0 / present.sum(-1).clamp(min=1).to(weight.dtype)  # [B, N, N]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnloom.errors import ModError
+from attnloom.errors import ModError, counted
 from attnloom.masking.extent import Limit, limited, limits_of
 from attnloom.mods.arguments import read_integers
 from attnloom.mods.mod_kinds import Mod, check_functions, check_kinds, kind_of_mod
@@ -38,8 +38,8 @@ def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
     wrong = chosen[(chosen < 0) | (chosen >= len(mods))]
     if wrong.numel():
         raise ModError(
-            f"per_head: heads names mod {int(wrong[0])}, and there are {len(mods)}; valid are 0 to "
-            f"{len(mods) - 1}."
+            f"per_head: heads names mod {int(wrong[0])} of {counted(len(mods), 'mod')}; valid are "
+            f"0 to {len(mods) - 1}."
         )
     if len(mods) == 1:
         return mods[0]
@@ -59,6 +59,6 @@ def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
         return found
 
     name = "mods" if heads is None else "heads"
-    source = f"per_head: {name} has {chosen.numel()} elements"
+    source = f"per_head: {name} has {counted(chosen.numel(), 'element')}"
     limits = [Limit("heads", chosen.numel(), False, source), *limits_of(*mods)]
     return limited(mask_mod if kind == "mask_mod" else score_mod, *limits)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnloom.errors import OptionError, ShapeError
+from attnloom.errors import OptionError, ShapeError, counted
 from attnloom.paged.book import DROPPED
 from attnloom.paged.table import PagedKV, PageTable
 
@@ -81,8 +81,8 @@ class PagedBatch:
         """
         if len(sequences) > self.size or len(counts) != len(sequences):
             raise ShapeError(
-                f"{len(sequences)} sequences and {len(counts)} counts for a batch of {self.size}; "
-                "one count each, and no more sequences than that."
+                f"{counted(len(sequences), 'sequence')} and {counted(len(counts), 'count')} for a "
+                f"batch of {self.size}; one count each, and no more sequences than that."
             )
         cache, book = self.cache, self.cache.book
         size, q_len = self._rows.shape
@@ -96,8 +96,9 @@ class PagedBatch:
             used = -(-length // page_size)
             if not 0 <= count <= min(length, q_len) or length > self.table.max_length:
                 raise ShapeError(
-                    f"sequence {sequence} has {length} tokens, {count} of them queries; this batch "
-                    f"takes {q_len} queries and {self.table.max_length} tokens a sequence."
+                    f"sequence {sequence} has {counted(length, 'token')}, {count} of them queries; "
+                    f"this batch takes {counted(q_len, 'query')} and "
+                    f"{counted(self.table.max_length, 'token')} a sequence."
                 )
             lengths[b], numbers[b] = length, count
             held = [cache.dropped_page if p == DROPPED else p for p in held[:used]]

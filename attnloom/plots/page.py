@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attnloom.errors import OptionError
+from attnloom.errors import OptionError, counted
 from attnloom.plots.cells import Kind, tile_kinds
 from attnloom.plots.colours import EMPTY, FULL, PARTIAL, palette_rgb
 from attnloom.plots.plan import amount, statement_runs
@@ -200,7 +200,7 @@ def _gradient(explanation: Explanation) -> Iterator[str]:
     found = explanation.gradient
     assert found is not None, "the caller looked"
     yield "<h2>Gradient</h2>"
-    yield _paragraph(f"{found.num_nodes} operations, the recomputed score included")
+    yield _paragraph(f"{counted(found.num_nodes, 'operation')}, the recomputed score included")
     rows = [
         (f'<td class="when">{s.when}', f'<td class="code">{html.escape(_assignment(s))}')
         for s in found.statements

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnloom.errors import ShapeError
+from attnloom.errors import ShapeError, counted
 from attnloom.masking.arguments import read_int, shown
 
 MAX_PANELS = 64
@@ -41,8 +41,8 @@ def read_span(name: str, span: Span | None, length: int) -> Span:
     end = min(end, length)
     if not 0 <= first < end:
         raise ShapeError(
-            f"{name} is {tuple(span)} of {length} tokens; 0 <= first < end must hold, and first < "
-            f"{length}."
+            f"{name} is {tuple(span)} of {counted(length, 'token')}; 0 <= first < end must hold, "
+            f"and first < {length}."
         )
     return first, end
 

@@ -94,7 +94,7 @@ ERRORS = {
     "dimensions": (
         lambda: mods.additive_bias(torch.zeros(4)),
         ShapeError,
-        "additive_bias: bias has shape [4]; it must have 2 or 3 or 4 dimensions.",
+        "additive_bias: bias has shape [4]; it must have 2, 3 or 4 dimensions.",
     ),
     "columns": (
         lambda: mods.relative_bias(FLOATS),
@@ -116,7 +116,7 @@ ERRORS = {
     "edges": (
         lambda: mods.graphormer_edge(INTS[:, :, None], torch.zeros(3, 5), torch.zeros(1, 2, 4)),
         ShapeError,
-        "graphormer_edge: weight has shape [1, 2, 4]; paths of 1 edges and features of size 5 need "
+        "graphormer_edge: weight has shape [1, 2, 4]; paths of 1 edge and features of size 5 need "
         "[1, Hq, 5].",
     ),
     "rope": (
@@ -139,7 +139,7 @@ ERRORS = {
     "no documents": (
         lambda: mods.shared_prefix(4, [0]),
         ModError,
-        "shared_prefix: cu_seqlens has 1 elements; it must hold 0 and the end of each document. "
+        "shared_prefix: cu_seqlens has 1 element; it must hold 0 and the end of each document. "
         "Without documents, use causal_mask.",
     ),
     "parents": (
@@ -161,7 +161,7 @@ ERRORS = {
     "which mod": (
         lambda: mods.per_head(mods.causal_mask, mods.causal_mask, heads=[0, 2]),
         ModError,
-        "per_head: heads names mod 2, and there are 2; valid are 0 to 1.",
+        "per_head: heads names mod 2 of 2 mods; valid are 0 to 1.",
     ),
     "documents twice": (
         lambda: mods.on_documents(mods.causal_mask, ids=[0], cu_seqlens=[0, 1]),

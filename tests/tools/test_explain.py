@@ -126,7 +126,7 @@ def test_a_picture_of_a_million_tokens_stays_small():
 
 def test_backend_and_kernel():
     decode = explain(mods.alibi(4), q_len=1, kv_len=512).backend
-    assert decode.kernel.startswith("decode (query has 1 rows")
+    assert decode.kernel.startswith("decode (query has 1 row;")
     forced = explain(mods.alibi(4), q_len=64, kernel_options={"backend": "tiled"}).backend
     assert (forced.backend, forced.rejected) == ("tiled", ())
     assert "chosen by kernel_options" in forced.why
