@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from typing_extensions import Self
 
-from attnloom.errors import DtypeError, ShapeError, counted
+from attnloom.errors import DtypeError, ShapeError
 from attnloom.masking import known_masks, versions
 from attnloom.masking.arguments import (
     check_flag,
@@ -126,6 +126,7 @@ class KnownMasks:
         kv_len = _length("kv_len", kv_len)
         for name, tensor in (("start", start), ("stop", stop)):
             known_masks.check_integer(name, tensor, (1, 2, 3))
+        known_masks.check_one_device(("start", start), ("stop", stop))
         try:
             start, stop = torch.broadcast_tensors(start, stop)
         except RuntimeError as error:
@@ -174,6 +175,7 @@ class KnownMasks:
         cu_kv = cu_q if cu_kv is None else cu_kv
         for name, cu in (("cu_q", cu_q), ("cu_kv", cu_kv)):
             known_masks.check_integer(name, cu, (1,))
+        known_masks.check_one_device(("cu_q", cu_q), ("cu_kv", cu_kv))
         lengths = (
             _last(cu_q) if q_len is None else _length("q_len", q_len),
             _last(cu_kv) if kv_len is None else _length("kv_len", kv_len),
@@ -215,15 +217,9 @@ class KnownMasks:
         ids_kv = ids_q if ids_kv is None else ids_kv
         for name, ids in (("ids_q", ids_q), ("ids_kv", ids_kv)):
             known_masks.check_integer(name, ids, (1, 2))
-        ids_q = ids_q[None] if ids_q.dim() == 1 else ids_q
-        ids_kv = ids_kv[None] if ids_kv.dim() == 1 else ids_kv
-        if ids_q.shape[0] != ids_kv.shape[0] and 1 not in (ids_q.shape[0], ids_kv.shape[0]):
-            raise ShapeError(
-                f"ids_q has {counted(ids_q.shape[0], 'batch entry')} and ids_kv {ids_kv.shape[0]}; "
-                "they must be equal, or 1 to share."
-            )
-        B = max(ids_q.shape[0], ids_kv.shape[0])
-        documents = known_masks.documents_of(ids_q.expand(B, -1), ids_kv.expand(B, -1))
+        ids_q, ids_kv = known_masks.paired_ids(("ids_q", ids_q), ("ids_kv", ids_kv))
+        B = ids_q.shape[0]
+        documents = known_masks.documents_of(ids_q, ids_kv)
         block = block_size_pair(BLOCK_SIZE)
         mod = known_masks.document_mod(documents, mask_mod)
         if mask_mod is None and documents.ranges is not None:

@@ -28,7 +28,7 @@ def graphormer_spatial(distances: Tensor, table: Tensor) -> ScoreMod:
             or dimensions do not fit.
     Source: Ying et al. 2021, arXiv:2106.05234, sec. 3.1.2.
     """
-    lengths = read_integers("distances", distances, 2, 3)
+    lengths = read_integers("graphormer_spatial", "distances", distances, 2, 3)
     check_floats("graphormer_spatial", "table", table, 2)
     batched = lengths.dim() == 3
 
@@ -61,7 +61,7 @@ def graphormer_edge(paths: Tensor, features: Tensor, weight: Tensor) -> ScoreMod
     Source: Ying et al. 2021, arXiv:2106.05234, sec. 3.1.3.
     """
     name = "graphormer_edge"
-    edges = read_integers("paths", paths, 3, 4)
+    edges = read_integers(name, "paths", paths, 3, 4)
     batched, longest = edges.dim() == 4, edges.shape[-1]
     check_floats(name, "features", features, 3 if batched else 2)
     check_floats(name, "weight", weight, 3)
@@ -87,5 +87,6 @@ def graphormer_edge(paths: Tensor, features: Tensor, weight: Tensor) -> ScoreMod
 
     leading: tuple[Axis, ...] = ("batch",) if batched else ()
     limits = of_table(name, "paths", edges, *leading, "Q_LEN", "KV_LEN", None)
+    limits += of_table(name, "features", features, *leading, None, None)
     limits += of_table(name, "weight", weight, "heads", None)
     return limited(score_mod, *limits)

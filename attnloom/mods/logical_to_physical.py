@@ -30,7 +30,7 @@ def logical_to_physical(
         al. 2024, arXiv:2412.05496.
     """
     tables = [
-        None if given is None else read_integers(name, given, 1, 2)
+        None if given is None else read_integers("logical_to_physical", name, given, 1, 2)
         for name, given in (
             ("q_positions", q_positions),
             ("kv_positions", q_positions if kv_positions is None else kv_positions),

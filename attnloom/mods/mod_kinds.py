@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from inspect import CO_VARARGS
 from typing import Any
@@ -44,7 +45,7 @@ def check_kinds(factory: str, mods: Sequence[Mod], kind: str) -> None:
 
 def _takes_any(mod: Mod) -> bool:
     """Whether it takes any number of arguments, and so is of either kind."""
-    code = getattr(mod, "__code__", None)
+    code = getattr(inspect.unwrap(mod), "__code__", None)
     return code is not None and not code.co_argcount and bool(code.co_flags & CO_VARARGS)
 
 

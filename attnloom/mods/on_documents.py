@@ -42,15 +42,15 @@ def on_documents(
         given = "neither is given" if ids is None else "both are given"
         raise OptionError(f"on_documents: {given}; exactly one of cu_seqlens and ids must be.")
     if ids is not None:
-        rows = read_integers("ids", ids, 1, 2)
+        rows = read_integers("on_documents", "ids", ids, 1, 2)
         found = documents_of(*(rows if rows.dim() == 2 else rows[None],) * 2)
         limits = [*of_tokens("on_documents", "ids", rows), *limits_of(mod, axes=("batch", "heads"))]
         if kind == "mask_mod":
             return limited(document_mod(found, mod), *limits)
         ranks = found.rank_q if rows.dim() == 2 else found.rank_q[0]
         return limited(logical_to_physical(mod, ranks), *limits)
-    cu = read_integers("cu_seqlens", cu_seqlens, 1)  # type: ignore[arg-type]
-    check_cumulative("cu_seqlens", cu)
+    cu = read_integers("on_documents", "cu_seqlens", cu_seqlens, 1)  # type: ignore[arg-type]
+    check_cumulative("on_documents: cu_seqlens", cu)
     length = int(cu[-1]) if cu.numel() else 0
     ranges, tables = packed_documents(cu, cu, (length + (kind == "mask_mod"), length), causal=False)
     if kind == "mask_mod":

@@ -23,7 +23,7 @@ def right_padding(lengths: Integers) -> MaskMod:
         DtypeError, ShapeError: lengths are not [B] integers.
     Source: the key padding mask of Vaswani et al. 2017, arXiv:1706.03762, in every implementation.
     """
-    stop = read_integers("lengths", lengths, 1)
+    stop = read_integers("right_padding", "lengths", lengths, 1)
     check_values("right_padding", "lengths", stop, stop >= 0, "a length is 0 or more")
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def left_padding(num_padding: Integers) -> MaskMod:
         DtypeError, ShapeError: num_padding is not [B] integers.
     Source: as `right_padding`.
     """
-    start = read_integers("num_padding", num_padding, 1)
+    start = read_integers("left_padding", "num_padding", num_padding, 1)
     check_values("left_padding", "num_padding", start, start >= 0, "padding is 0 tokens or more")
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
     check_functions("per_head", mods, "mod")
     kind = kind_of_mod(mods[0])
     check_kinds("per_head", mods, kind)
-    chosen = read_integers("heads", range(len(mods)) if heads is None else heads, 1)
+    chosen = read_integers("per_head", "heads", range(len(mods)) if heads is None else heads, 1)
     wrong = chosen[(chosen < 0) | (chosen >= len(mods))]
     if wrong.numel():
         raise ModError(

@@ -27,7 +27,7 @@ def prefix_lm(prefix_length: int | Integers) -> MaskMod:
         length = read_size("prefix_lm", "prefix_length", prefix_length)
         by_batch = None
     else:
-        length, by_batch = 0, read_integers("prefix_length", prefix_length, 0, 1)
+        length, by_batch = 0, read_integers("prefix_lm", "prefix_length", prefix_length, 0, 1)
     if by_batch is not None:
         check_values("prefix_lm", "prefix_length", by_batch, by_batch >= 0, "a length is 0 or more")
     batched = by_batch is not None and by_batch.dim() == 1

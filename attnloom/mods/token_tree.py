@@ -33,7 +33,7 @@ def token_tree(parents: Integers, prefix_length: int | Integers = 0) -> MaskMod:
     Source: Miao et al. 2023 (SpecInfer), arXiv:2305.09781; Cai et al. 2024 (Medusa),
         arXiv:2401.10774; Li et al. 2024 (EAGLE), arXiv:2401.15077.
     """
-    tree = read_integers("parents", parents, 1, 2)
+    tree = read_integers("token_tree", "parents", parents, 1, 2)
     batched = tree.dim() == 2
     rows = [_walk(row) for row in (tree if batched else tree[None]).tolist()]
     enter, leave = (torch.tensor(side, dtype=torch.int32) for side in zip(*rows, strict=True))
@@ -69,7 +69,7 @@ def token_tree_from_bits(bits: Tensor, prefix_length: int | Integers = 0) -> Mas
             dimensions.
     Source: as `token_tree`; packed masks as in FlashInfer's and SGLang's custom masks.
     """
-    words = read_integers("bits", bits, 2, 3)
+    words = read_integers("token_tree_from_bits", "bits", bits, 2, 3)
     width = 8 * words.element_size()
     batched = words.dim() == 3
     # 2^63 does not fit in int64, its two's complement does.
@@ -102,7 +102,7 @@ def ancestor_bits(parents: Integers) -> Tensor:
     Raises:
         ModError, DtypeError, ShapeError: as `token_tree`.
     """
-    tree = read_integers("parents", parents, 1, 2)
+    tree = read_integers("ancestor_bits", "parents", parents, 1, 2)
     rows = [_walk(row) for row in (tree if tree.dim() == 2 else tree[None]).tolist()]
     enter, leave = (torch.tensor(side).to(tree.device) for side in zip(*rows, strict=True))
     query = enter[:, :, None]
@@ -138,7 +138,7 @@ def _walk(parents: list[int]) -> tuple[list[int], list[int]]:
 def _read_prefix(factory: str, prefix_length: int | Integers) -> int | Tensor:
     if isinstance(prefix_length, int):
         return read_size(factory, "prefix_length", prefix_length)
-    return read_integers("prefix_length", prefix_length, 1)
+    return read_integers(factory, "prefix_length", prefix_length, 1)
 
 
 def _prefix_limits(factory: str, prefix: int | Tensor) -> list[Limit]:

@@ -57,7 +57,7 @@ def selected_blocks(indices: Integers, kv_len: int, block_size: int) -> MaskMod:
     Source: as `topk_blocks`.
     """
     name = "selected_blocks"
-    chosen = read_integers("indices", indices, 2, 3, 4).long()
+    chosen = read_integers(name, "indices", indices, 2, 3, 4).long()
     block_size = read_size(name, "block_size", block_size, 1)
     num_blocks = max(1, -(-read_size(name, "kv_len", kv_len) // block_size))
     # One more column takes what is not a block, and is cut off.

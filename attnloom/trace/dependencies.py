@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from attnloom.trace import checked
 from attnloom.trace.code_facts import Chain, CodeFacts, code_facts
 from attnloom.trace.symbols import NumberProxy
 
@@ -182,6 +183,8 @@ def is_stateless(value: Any, kind: type) -> bool:
 
 
 def _visit_function(function: FunctionType, found: Dependencies) -> None:
+    if function.__code__ is checked.CODE:
+        function = function.__wrapped__  # type: ignore[attr-defined]
     if function.__dict__.keys() - _UNREAD or len(found.key) > _MAX_ENTRIES:
         raise UnrecognisedError
     place = found.functions.setdefault((id(function), found.rigid), len(found.functions))

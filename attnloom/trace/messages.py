@@ -190,6 +190,7 @@ def mod_place(mod: Any) -> str:
     """`file.py:line` of a mod's definition, or '' where it has no Python code."""
     while isinstance(mod, functools.partial):
         mod = mod.func
+    mod = inspect.unwrap(mod)
     call = inspect.getattr_static(type(mod), "__call__", None)
     code = getattr(mod, "__code__", None) or getattr(call, "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""

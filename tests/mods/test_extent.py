@@ -48,6 +48,9 @@ MASKS: dict[str, tuple[Callable[..., Any], str]] = {
     "not": (mods.not_mask(mods.documents(LONGS(10))), "documents: ids"),
     "xor": (mods.xor_masks(CAUSAL, mods.documents(LONGS(10))), "documents: ids"),
     "offset": (mods.offset(mods.right_padding([3, 4]), 5), "right_padding: lengths"),
+    "offsets": (mods.offset(CAUSAL, LONGS(2)), "offset: q_offset has shape [2]"),
+    "offsets of keys": (mods.offset(CAUSAL, 1, LONGS(2)), "offset: kv_offset has shape [2]"),
+    "images": (mods.flamingo(LONGS(19), 4), "flamingo: media_locations has shape [19]"),
     "places": (
         mods.logical_to_physical(CAUSAL, LONGS(19)),
         "logical_to_physical: q_positions has shape [19]",
@@ -71,6 +74,10 @@ SCORES: dict[str, tuple[Callable[..., Any], str]] = {
     "graph": (
         mods.graphormer_spatial(LONGS(19, 19), ZEROS(2, 4)),
         "graphormer_spatial: distances has shape [19, 19]",
+    ),
+    "edges": (
+        mods.graphormer_edge(LONGS(3, 20, 20, 2), ZEROS(2, 5, 3), ZEROS(2, 4, 3)),
+        "graphormer_edge: features has shape [2, 5, 3]",
     ),
     "rope": (
         mods.latent_rope(ZEROS(3, 4, 20, 2), ZEROS(3, 19, 2), 1.0),
