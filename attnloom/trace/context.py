@@ -13,6 +13,7 @@ from attnloom.ir.builder import Builder
 from attnloom.ir.node import DType, TensorSpec
 from attnloom.trace import messages
 from attnloom.trace.code_facts import is_literal
+from attnloom.trace.dtensor import is_dtensor
 from attnloom.trace.symbols import Array, Dim, NumberProxy, Symbol, plain_number
 
 MAX_PATHS = 64
@@ -107,6 +108,12 @@ class Trace:
 
     def _check_capture(self, tensor: torch.Tensor) -> None:
         shown = f"captured tensor {messages.capture_name(self.mod, tensor)}{_describe(tensor)}"
+        if is_dtensor(tensor):
+            raise self.error(
+                f"uses {shown}, which is a DTensor",
+                "kernels read captured tensors of one rank. Capture its to_local(), or call "
+                "flex_attention with DTensors.",
+            )
         try:
             DType.of(tensor.dtype)
         except KeyError:
