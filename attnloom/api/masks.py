@@ -20,6 +20,7 @@ from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import TileGrid, block_size_pair
 from attnloom.masking.tokens import evaluate, mask_tokens
 from attnloom.masking.views import MaskMod, noop_mask
+from attnloom.trace.names import NOTE, mod_name
 from attnloom.trace.tracer import trace_score
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
@@ -224,9 +225,8 @@ def _num_arguments(mod: Mod) -> int:
 
 def _count_parameters(mod: Mod) -> int:
     """Positional parameters without defaults; 4 where there are any number of them."""
-    if type(mod) is FunctionType and vars(mod).keys() <= {
-        extent.ATTRIBUTE
-    }:  # inspect.signature takes a while
+    # inspect.signature takes a while
+    if type(mod) is FunctionType and vars(mod).keys() <= {extent.ATTRIBUTE, NOTE}:
         code = mod.__code__
         takes_any = code.co_flags & inspect.CO_VARARGS
         return 4 if takes_any else code.co_argcount - len(mod.__defaults__ or ())
@@ -241,4 +241,4 @@ def _count_parameters(mod: Mod) -> int:
 
 
 def _name(mod: object) -> str:
-    return repr(getattr(mod, "__qualname__", mod))
+    return repr(mod_name(mod))

@@ -20,6 +20,7 @@ from attnloom.masking.build import build_lists
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import BlockLists, TileGrid, block_size_pair
 from attnloom.masking.views import MaskMod, noop_mask
+from attnloom.trace.names import known_as, mod_name
 
 Mask = TypeVar("Mask", bound="KnownMasks")
 
@@ -69,7 +70,7 @@ class KnownMasks:
             if table.shape[dim] > 1 and table.stride(dim) == 0:
                 table = table.narrow(dim, 0, 1)
         lists = known_masks.table_lists(table, block_size_pair(BLOCK_SIZE))
-        mod = known_masks.bind_tables(known_masks.table_mask, table)
+        mod = _named("from_dense", known_masks.bind_tables(known_masks.table_mask, table))
         return _read(cls.from_lists(lists, mod, batch_dims))
 
     @classmethod
@@ -137,7 +138,7 @@ class KnownMasks:
         start, stop = (t.to(torch.int64).clamp(0, kv_len)[lead].contiguous() for t in (start, stop))
         ranges = known_masks.KeyRanges(start, stop, kv_len)
         lists = known_masks.range_lists(ranges, block_size_pair(BLOCK_SIZE))
-        return cls.from_lists(lists, known_masks.range_mod(ranges))
+        return cls.from_lists(lists, _named("from_key_ranges", known_masks.range_mod(ranges)))
 
     @classmethod
     @outside_graph
@@ -182,7 +183,7 @@ class KnownMasks:
         )
         ranges, tables = known_masks.packed_documents(cu_q, cu_kv, lengths, causal)
         block = block_size_pair(BLOCK_SIZE)
-        mod = known_masks.packed_mod(ranges, tables, mask_mod)
+        mod = _named("from_cu_seqlens", known_masks.packed_mod(ranges, tables, mask_mod), mask_mod)
         if mask_mod is None:
             lists = known_masks.range_lists(ranges, block)
         else:
@@ -222,12 +223,19 @@ class KnownMasks:
         documents = known_masks.documents_of(ids_q, ids_kv)
         block = block_size_pair(BLOCK_SIZE)
         mod = known_masks.document_mod(documents, mask_mod)
+        mod = _named("from_document_ids", mod, mask_mod)
         if mask_mod is None and documents.ranges is not None:
             lists = known_masks.range_lists(documents.ranges, block)
         else:
             grid = TileGrid(B, 1, ids_q.shape[1], ids_kv.shape[1], *block)
             lists = build_lists(mod, grid, ids_q.device)
         return _read(cls.from_lists(lists, mod, (B, 1)))
+
+
+def _named(constructor: str, mod: MaskMod, mask_mod: MaskMod | None = None) -> MaskMod:
+    """The mod, known as the caller's own if there is one, else as what made the mask."""
+    name = f"BlockMask.{constructor}" if mask_mod is None else mod_name(mask_mod)
+    return known_as(mod, name)
 
 
 def _read(mask: Mask) -> Mask:

@@ -71,14 +71,14 @@ def key_range_mask(
 
 def table_mask(
     layout: str,
-    table: torch.Tensor,
+    mask: torch.Tensor,
     b: torch.Tensor,
     h: torch.Tensor,
     q_idx: torch.Tensor,
     kv_idx: torch.Tensor,
 ) -> torch.Tensor:
     """A dense mask, read one score at a time."""
-    return lookup(layout, table, b, h, q_idx, kv_idx)
+    return lookup(layout, mask, b, h, q_idx, kv_idx)
 
 
 def packed_mask(

@@ -16,6 +16,7 @@ from attnloom.masking.known_masks import (
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers
 from attnloom.mods.extent import of_table
+from attnloom.trace.names import known_as
 
 
 def documents(ids: Integers, kv_ids: Integers | None = None) -> MaskMod:
@@ -47,7 +48,7 @@ def documents(ids: Integers, kv_ids: Integers | None = None) -> MaskMod:
     for given, table, axis in sides:
         along: tuple[Axis, ...] = ("batch", axis) if table.dim() == 2 else (axis,)
         limits += of_table(name, given, table, *along)
-    return limited(document_mod(documents_of(*rows), None), *limits)
+    return limited(known_as(document_mod(documents_of(*rows), None), name), *limits)
 
 
 def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:
@@ -69,4 +70,5 @@ def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:
     length = int(cu[-1]) if cu.numel() else 0
     check_cumulative(f"{name}: cu_seqlens", cu)
     # One more query, which belongs to no document, is what indices beyond the last are clamped to.
-    return packed_mod(*packed_documents(cu, cu, (length + 1, length), causal=False), None)
+    packed = packed_documents(cu, cu, (length + 1, length), causal=False)
+    return known_as(packed_mod(*packed, None), name)

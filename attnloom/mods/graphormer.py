@@ -28,16 +28,16 @@ def graphormer_spatial(distances: Tensor, table: Tensor) -> ScoreMod:
             or dimensions do not fit.
     Source: Ying et al. 2021, arXiv:2106.05234, sec. 3.1.2.
     """
-    lengths = read_integers("graphormer_spatial", "distances", distances, 2, 3)
+    distances = read_integers("graphormer_spatial", "distances", distances, 2, 3)
     check_floats("graphormer_spatial", "table", table, 2)
-    batched = lengths.dim() == 3
+    batched = distances.dim() == 3
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        length = lengths[b, q_idx, kv_idx] if batched else lengths[q_idx, kv_idx]
+        length = distances[b, q_idx, kv_idx] if batched else distances[q_idx, kv_idx]
         return score + table[length.long(), h]
 
     leading: tuple[Axis, ...] = ("batch",) if batched else ()
-    limits = of_table("graphormer_spatial", "distances", lengths, *leading, "Q_LEN", "KV_LEN")
+    limits = of_table("graphormer_spatial", "distances", distances, *leading, "Q_LEN", "KV_LEN")
     limits += of_table("graphormer_spatial", "table", table, "heads")
     return limited(score_mod, *limits)
 

@@ -25,7 +25,7 @@ def offset(mod: Mod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> Mod
     Raises:
         ModError: mod is neither. DtypeError, ShapeError: an offset is not an integer.
     """
-    by_query, by_key = (
+    q_offset, kv_offset = (
         value if isinstance(value, int) else read_integers("offset", name, value, 0, 1)
         for name, value in (("q_offset", q_offset), ("kv_offset", kv_offset))
     )
@@ -34,11 +34,12 @@ def offset(mod: Mod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> Mod
         return index + (by[b] if isinstance(by, Tensor) and by.dim() else by)
 
     moved = on_positions(
+        "offset",
         mod,
-        lambda b, q_idx, kv_idx: (b, move(by_query, b, q_idx), move(by_key, b, kv_idx)),
+        lambda b, q_idx, kv_idx: (b, move(q_offset, b, q_idx), move(kv_offset, b, kv_idx)),
     )
     limits = limits_of(moved)
-    for name, by in (("q_offset", by_query), ("kv_offset", by_key)):
+    for name, by in (("q_offset", q_offset), ("kv_offset", kv_offset)):
         if isinstance(by, Tensor) and by.dim():
             limits += of_table("offset", name, by, "batch")
     return limited(moved, *limits)

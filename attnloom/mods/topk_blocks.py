@@ -38,7 +38,7 @@ def topk_blocks(block_scores: Tensor, k: int, block_size: int) -> MaskMod:
     best = scores.topk(count, dim=-1)
     live = torch.zeros_like(scores, dtype=torch.bool)
     live.scatter_(-1, best.indices, best.values > -torch.inf)
-    return block_table_mod(live, block_size)
+    return block_table_mod(name, live, block_size)
 
 
 def selected_blocks(indices: Integers, kv_len: int, block_size: int) -> MaskMod:
@@ -64,4 +64,4 @@ def selected_blocks(indices: Integers, kv_len: int, block_size: int) -> MaskMod:
     outside = (chosen < 0) | (chosen >= num_blocks)
     live = torch.zeros((*chosen.shape[:-1], num_blocks + 1), dtype=torch.bool, device=chosen.device)
     live.scatter_(-1, chosen.masked_fill(outside, num_blocks), True)
-    return block_table_mod(live[..., :num_blocks], block_size)
+    return block_table_mod(name, live[..., :num_blocks], block_size)

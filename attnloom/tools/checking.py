@@ -22,7 +22,6 @@ from attnloom.masking.arguments import read_int
 from attnloom.masking.captures import map_captures
 from attnloom.tools.budget import Terms, Verdict, judge
 from attnloom.tools.eager import eager_attention, sizes_without_cancellation
-from attnloom.tools.names import named_tensors
 from attnloom.tools.setting import (
     Defaults,
     Mod,
@@ -32,7 +31,7 @@ from attnloom.tools.setting import (
     make_setting,
     silent,
 )
-from attnloom.trace.messages import mod_name
+from attnloom.trace.names import mod_name, named_tensors
 from attnloom.trace.tracer import trace_score
 
 # The oracle holds every score several times over, in float64.

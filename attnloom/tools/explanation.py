@@ -19,7 +19,6 @@ from attnloom.masking.lists import BlockLists, live_area, of_kind
 from attnloom.plan.problem import KernelOptions
 from attnloom.tools.choice import BackendChoice, choose_backend
 from attnloom.tools.formula import Statement, axis_names, statements
-from attnloom.tools.names import tensor_names
 from attnloom.tools.setting import (
     Defaults,
     Mod,
@@ -30,7 +29,8 @@ from attnloom.tools.setting import (
     silent,
 )
 from attnloom.tools.speed import SpeedEstimate, estimate
-from attnloom.trace.messages import mod_name, mod_place
+from attnloom.trace.messages import mod_place
+from attnloom.trace.names import mod_name, tensor_names
 from attnloom.trace.tracer import trace_mask, trace_score
 
 _DEFAULTS = Defaults(1, 1)

@@ -16,9 +16,8 @@ from attnloom.masking.arguments import read_data_device, read_int, shown
 from attnloom.masking.captures import captured_tensors
 from attnloom.masking.lists import block_size_pair
 from attnloom.tools.lengths import AxisLength, axis_lengths
-from attnloom.tools.names import tensor_names
 from attnloom.tools.target import kind_of
-from attnloom.trace.messages import mod_name
+from attnloom.trace.names import mod_name, tensor_names
 from attnloom.trace.tracer import trace_mask, trace_score
 
 Mod = Callable[..., Any]

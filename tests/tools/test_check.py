@@ -12,8 +12,8 @@ import attnloom
 from attnloom.errors import ShapeError
 from attnloom.tools import checking
 from attnloom.tools.budget import judge
-from attnloom.tools.names import tensor_names
 from attnloom.tools.setting import Defaults
+from attnloom.trace.names import tensor_names
 from tests.tools import mods
 
 SMALL = {"q_len": 72, "head_dim": 16, "batch": 1}
