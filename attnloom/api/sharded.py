@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,8 @@ def run(
     block_mask: Any,
     scale: float | None,
     enable_gqa: bool,
-    *options: Any,
+    kernel_options: Mapping[str, object] | None,
+    want_max_scores: bool,
 ) -> pipeline.Outputs:
     """out, lse and max_scores as DTensors that are placed as query is.
 
@@ -84,12 +85,14 @@ def run(
         block_mask = _local_mask(block_mask, query, key, share)
     found = pipeline.run(
         query.to_local(),
-        *(_local(x, shared) for x in (key, value)),
+        _local(key, shared),
+        _local(value, shared),
         score_mod,
         block_mask,
         factor,
         enable_gqa,
-        *options,
+        kernel_options,
+        want_max_scores,
     )
     out, lse, max_scores = (None if x is None else _whole(x, query) for x in found)
     assert out is not None and lse is not None, "a call has both"
