@@ -125,7 +125,7 @@ def _draw_rows(axes: Axes, explanation: Explanation) -> None:
         at, partial, width=widths, bottom=full, color=PARTIAL, label="partial",
     )  # fmt: skip
     assert explanation.mask is not None, "a BlockMask has numbers"
-    same = "" if explanation.mask.num_lists == 1 else " (batch 0, head 0)"
+    same = "" if len(explanation.mask.alike) == 1 else " (batch 0, head 0)"
     axes.set(
         title="tiles of each row" + same,
         xlabel=f"row of tiles of {counted(explanation.setting.block_size[0], 'query')}",

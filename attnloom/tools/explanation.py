@@ -17,6 +17,7 @@ from attnloom.ir.text import text as program_text
 from attnloom.masking.arguments import check_flag
 from attnloom.masking.lists import BlockLists, live_area, of_kind
 from attnloom.plan.problem import KernelOptions
+from attnloom.tools.alike import alike
 from attnloom.tools.choice import BackendChoice, choose_backend
 from attnloom.tools.formula import Statement, axis_names, statements
 from attnloom.tools.setting import (
@@ -93,8 +94,9 @@ class MaskSummary:
     """A BlockMask in numbers, over all batch entries and heads.
 
     density: scores in live tiles over all scores, 0 .. 1.
-    num_lists: how many lists differ over batch entries and heads; picture: the first of them, full
-        blocks are live, shaded cells are live in part.
+    alike: the (batch entry, head) pairs that share each map, in order of first appearance; one
+        group if all are alike. picture: the first map, full blocks are live, shaded cells are live
+        in part.
     """
 
     shape: tuple[int, ...]
@@ -105,7 +107,7 @@ class MaskSummary:
     partial_scores: int
     density: float
     build_seconds: float
-    num_lists: int
+    alike: tuple[tuple[tuple[int, int], ...], ...]
     picture: str
 
 
@@ -276,7 +278,7 @@ def _build(setting: Setting, mask_mod: Mod) -> tuple[BlockMask, MaskSummary]:
         live - full,
         live / setting.num_scores,
         seconds,
-        lists.num_batches * lists.num_heads,
+        alike(lists, (setting.batch, setting.heads)),
         block_mask[0, 0].to_string(_PICTURE_CELLS).partition("\n")[2].rstrip("\n"),
     )
 
