@@ -34,7 +34,7 @@ from attnloom.trace.messages import mod_place
 from attnloom.trace.names import mod_name, tensor_names
 from attnloom.trace.tracer import trace_mask, trace_score
 
-_DEFAULTS = Defaults(1, 1)
+_DEFAULTS = Defaults(2048, 1, 1)
 _DSCORE = "dscore_before"
 _PICTURE_CELLS = 32
 
@@ -129,7 +129,7 @@ def explain(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     *,
-    q_len: int = 2048,
+    q_len: int | None = None,
     kv_len: int | None = None,
     batch: int | None = None,
     heads: int | None = None,
@@ -146,7 +146,9 @@ def explain(
 
     Args:
         score_mod, mask_mod: as flex_attention and create_block_mask take them.
-        q_len: Q_LEN in tokens. kv_len: KV_LEN, default q_len.
+        q_len: Q_LEN in tokens; default what captured tensors say that q_idx indexes directly
+            (`ids[q_idx]` of length 500: 500) or a factory of attnloom.mods noted, else 2048.
+        kv_len: KV_LEN; default q_len if that is given, else what is told of kv_idx, else q_len.
         batch, heads: of query; default what captured tensors say that b and h index directly
             (`bias[h]` of length 8: 8 heads), else 1; `setting.notes` tells. kv_heads: of key and
             value, default heads.
