@@ -12,7 +12,9 @@ from attnloom.masking import known_masks, versions
 from attnloom.masking.arguments import (
     check_flag,
     check_mask_mod,
+    check_one_device,
     check_tensor,
+    paired_ids,
     read_int,
     read_lengths,
 )
@@ -127,7 +129,7 @@ class KnownMasks:
         kv_len = _length("kv_len", kv_len)
         for name, tensor in (("start", start), ("stop", stop)):
             known_masks.check_integer(name, tensor, (1, 2, 3))
-        known_masks.check_one_device(("start", start), ("stop", stop))
+        check_one_device(("start", start), ("stop", stop))
         try:
             start, stop = torch.broadcast_tensors(start, stop)
         except RuntimeError as error:
@@ -176,7 +178,7 @@ class KnownMasks:
         cu_kv = cu_q if cu_kv is None else cu_kv
         for name, cu in (("cu_q", cu_q), ("cu_kv", cu_kv)):
             known_masks.check_integer(name, cu, (1,))
-        known_masks.check_one_device(("cu_q", cu_q), ("cu_kv", cu_kv))
+        check_one_device(("cu_q", cu_q), ("cu_kv", cu_kv))
         lengths = (
             _last(cu_q) if q_len is None else _length("q_len", q_len),
             _last(cu_kv) if kv_len is None else _length("kv_len", kv_len),
@@ -218,7 +220,7 @@ class KnownMasks:
         ids_kv = ids_q if ids_kv is None else ids_kv
         for name, ids in (("ids_q", ids_q), ("ids_kv", ids_kv)):
             known_masks.check_integer(name, ids, (1, 2))
-        ids_q, ids_kv = known_masks.paired_ids(("ids_q", ids_q), ("ids_kv", ids_kv))
+        ids_q, ids_kv = paired_ids(("ids_q", ids_q), ("ids_kv", ids_kv))
         B = ids_q.shape[0]
         documents = known_masks.documents_of(ids_q, ids_kv)
         block = block_size_pair(BLOCK_SIZE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, any_of, counted
+from attnloom.errors import DtypeError, OptionError, ShapeError, any_of, counted
 from attnloom.masking.lists import BlockLists, Runs, TileGrid, lists_from_runs
 from attnloom.masking.views import MaskMod
 
@@ -263,38 +263,6 @@ def _by_block(line: torch.Tensor, grid: TileGrid) -> torch.Tensor:
     if missing:
         line = torch.cat([line, line[..., -1:].expand(*line.shape[:-1], missing)], -1)
     return line.reshape(*line.shape[:-1], grid.num_kv_blocks, max(width, 1))
-
-
-def paired_ids(
-    of_queries: tuple[str, torch.Tensor], of_keys: tuple[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, Q_LEN] and [B, KV_LEN] of two tables [L] or [B, L], each beside its name.
-
-    Raises:
-        ShapeError: their batches differ, and neither is 1. DeviceError: their devices differ.
-    """
-    check_one_device(of_queries, of_keys)
-    (q_name, ids_q), (kv_name, ids_kv) = of_queries, of_keys
-    rows = [t[None] if t.dim() == 1 else t for t in (ids_q, ids_kv)]
-    batches = [t.shape[0] for t in rows]
-    if batches[0] != batches[1] and 1 not in batches:
-        raise ShapeError(
-            f"{q_name} has {counted(batches[0], 'batch entry')} and {kv_name} {batches[1]}; they "
-            "must be equal, or 1 to share."
-        )
-    batch = batches[1] if batches[0] == 1 else batches[0]
-    return rows[0].expand(batch, -1), rows[1].expand(batch, -1)
-
-
-def check_one_device(*named: tuple[str, torch.Tensor]) -> None:
-    """Raises DeviceError unless all tensors, each beside its name, are on one device."""
-    (first, one), *others = named
-    for name, other in others:
-        if other.device != one.device:
-            raise DeviceError(
-                f"{first} is on {one.device}, {name} on {other.device}; both must be on one "
-                "device. Move them with .to(device)."
-            )
 
 
 def documents_of(ids_q: torch.Tensor, ids_kv: torch.Tensor) -> Documents:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attnloom.masking.arguments import paired_ids
 from attnloom.masking.extent import Axis, Limit, limited
 from attnloom.masking.known_masks import (
     check_cumulative,
@@ -11,7 +12,6 @@ from attnloom.masking.known_masks import (
     documents_of,
     packed_documents,
     packed_mod,
-    paired_ids,
 )
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers

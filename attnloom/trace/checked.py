@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 
 import torch
 
@@ -33,4 +34,9 @@ def passed_as_it_is(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 # All of them share their code.
-CODE = passed_as_it_is(lambda: None).__code__  # type: ignore[attr-defined]
+_CODE = passed_as_it_is(lambda: None).__code__  # type: ignore[attr-defined]
+
+
+def unwrapped(function: FunctionType) -> FunctionType:
+    """What such a mask_mod calls; other functions themselves."""
+    return function.__wrapped__ if function.__code__ is _CODE else function  # type: ignore

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from attnloom.trace import checked
+from attnloom.trace.checked import unwrapped
 from attnloom.trace.code_facts import Chain, CodeFacts, code_facts
 from attnloom.trace.names import NOTE
 from attnloom.trace.symbols import NumberProxy
@@ -184,8 +184,7 @@ def is_stateless(value: Any, kind: type) -> bool:
 
 
 def _visit_function(function: FunctionType, found: Dependencies) -> None:
-    if function.__code__ is checked.CODE:
-        function = function.__wrapped__  # type: ignore[attr-defined]
+    function = unwrapped(function)
     if function.__dict__.keys() - _UNREAD or len(found.key) > _MAX_ENTRIES:
         raise UnrecognisedError
     place = found.functions.setdefault((id(function), found.rigid), len(found.functions))
@@ -244,9 +243,6 @@ def globals_of(function: FunctionType, facts: CodeFacts) -> Iterator[tuple[str, 
         if value is _MISSING:
             raise UnrecognisedError
         yield name, value
-
-
-# Objects
 
 
 def _visit_bound_method(method: MethodType, found: Dependencies) -> None:
