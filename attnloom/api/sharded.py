@@ -214,7 +214,12 @@ def _whole(x: Tensor, query: Any) -> Any:
     shape = torch.Size((*query.shape[:2], *x.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        x, query.device_mesh, query.placements, run_check=False, shape=shape, stride=stride
+        x.contiguous(),
+        query.device_mesh,
+        query.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
 
 
