@@ -28,6 +28,7 @@ from attnloom.masking.torch_layout import (
     write_order,
 )
 from attnloom.masking.views import MaskMod, noop_mask
+from attnloom.trace.names import mod_name
 
 __all__ = ["BlockLists", "BlockMask"]
 
@@ -382,7 +383,6 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
 
     def __repr__(self) -> str:
         lists = self.lists()
-        name = getattr(self.mask_mod, "__name__", self.mask_mod)
         partial = int((lists.entries & 1).sum())
         return (
             "BlockMask(\n"
@@ -392,7 +392,7 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
             f"    partial={partial}, full={lists.entries.numel() - partial},\n"
             f"    sparsity={self.sparsity():.2f}%,\n"
             f"    device={self.device},\n"
-            f"    mask_mod={name}\n"
+            f"    mask_mod={mod_name(self.mask_mod)}\n"
             ")"
         )
 

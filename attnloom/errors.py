@@ -63,3 +63,24 @@ class OverloadedError(AttnloomError, RuntimeError):
 
 class CaptureError(AttnloomError, RuntimeError):
     """A step of a model cannot become a CUDA graph; it can still run eagerly."""
+
+
+_PLURALS = {"axis": "axes", "index": "indices"}
+
+
+def counted(count: int, noun: str, verb: str = "") -> str:
+    """A number and what it counts, as messages say it: "1 key", "2 keys", "0 batch entries".
+
+    verb: "are", which is "is" for one.
+    """
+    if count == 1:
+        return f"1 {noun} is" if verb else f"1 {noun}"
+    regular = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
+    return f"{count} {_PLURALS.get(noun, regular)} {verb}".rstrip()
+
+
+def any_of(counts: tuple[int, ...], noun: str) -> str:
+    """Allowed numbers of something: "1 dimension", "2, 3 or 4 dimensions"."""
+    *first, last = counts
+    before = f"{', '.join(map(str, first))} or " if first else ""
+    return before + counted(last, noun)

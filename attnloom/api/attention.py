@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from attnloom.api import autocast, cached, pipeline, validate
+from attnloom.api import autocast, cached, pipeline, sharded, validate
 from attnloom.api.options import FlexKernelOptions
 from attnloom.block_mask import BlockMask
 from attnloom.errors import OptionError
 from attnloom.masking.decode import DecodeMask
 from attnloom.paged import PagedKV, PagedKVCache
+from attnloom.trace.dtensor import is_dtensor
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -113,7 +114,8 @@ def flex_attention(
     call runs beside the compiled graph.
 
     Args:
-        query: [B, Hq, Q_LEN, D]; float64, float32, bfloat16 or float16; any strides.
+        query: [B, Hq, Q_LEN, D]; float64, float32, bfloat16 or float16; any strides. DTensors may
+            be sharded along batch and heads; mods see positions of the whole.
         key: [Bkv, Hkv, KV_LEN, D]; Bkv is B, or 1 to share one key and value over the batch.
             Dtypes of query, key and value may differ. Or a PagedKV or PagedKVCache, which holds
             keys and values of sequences of any lengths; mods then see positions in the sequence.
@@ -155,6 +157,7 @@ def flex_attention(
 
 def _run(query: Tensor, key: Any, value: Any, *rest: Any) -> pipeline.Outputs:
     if isinstance(key, cached.CACHES):
+        sharded.check_plain(query)
         kv = cached.opened(query, key, value)
         if autocast.is_on(query):
             query = autocast.lowered(query, query.device)
@@ -162,6 +165,8 @@ def _run(query: Tensor, key: Any, value: Any, *rest: Any) -> pipeline.Outputs:
     if isinstance(query, Tensor) and autocast.is_on(query):
         device = query.device
         query, key, value = (autocast.lowered(x, device) for x in (query, key, value))
+    if is_dtensor(query, key, value):
+        return sharded.run(query, key, value, *rest)
     return pipeline.run(query, key, value, *rest)
 
 

@@ -18,8 +18,10 @@ from attnloom.backends.registry import AttentionCall
 from attnloom.errors import ShapeError
 from attnloom.ir.interpret import interpret
 from attnloom.ir.node import BoundProgram
+from attnloom.trace.names import mod_name, name_of
 
 Mod = Callable[..., Any] | None
+_ARGUMENTS = {"b": "b", "h": "h", "q": "q_idx", "kv": "kv_idx"}
 
 
 def check(call: AttentionCall, score_mod: Mod, mask_mod: Mod) -> None:
@@ -116,28 +118,15 @@ def _explain(
     at = bad.nonzero()[0].tolist()
     value = int(index[tuple(at)])
     place = []
-    for name, shown, axis in (("b", "b", 0), ("h", "h", 1), ("q", "q_idx", 2), ("kv", "kv_idx", 3)):
+    for axis, (name, argument) in enumerate(_ARGUMENTS.items()):
         spots = inputs[name].flatten()
-        place.append(f"{shown}={int(spots[at[axis] if bad.size(axis) > 1 else 0])}")
+        place.append(f"{argument}={int(spots[at[axis] if bad.size(axis) > 1 else 0])}")
     tensor = bound.tensors[slot]
-    name = getattr(mod, "__qualname__", type(mod).__name__)
+    captured = name_of(mod, tensor)
+    shown = f"captured tensor {(captured and repr(captured)) or f'number {slot}'}"
     raise ShapeError(
-        f"mod '{name}' indexes {_name_of(tensor, slot, mod)} of shape {list(tensor.shape)} with "
+        f"mod '{mod_name(mod)}' indexes {shown} of shape {list(tensor.shape)} with "
         f"{value} in dimension {dim}, at {', '.join(place)}; the range is "
         f"{-tensor.size(dim)} to {tensor.size(dim) - 1}. Make the tensor larger, or clamp the "
         "index inside the mod. (Without debug_bounds such an index is clamped silently.)"
     )
-
-
-def _name_of(tensor: torch.Tensor, slot: int, mod: Mod) -> str:
-    """'table' if the mod's closure or globals hold this tensor under a name."""
-    code = getattr(mod, "__code__", None)
-    if code is not None:
-        cells = zip(code.co_freevars, getattr(mod, "__closure__", None) or (), strict=False)
-        for name, cell in cells:
-            if cell.cell_contents is tensor:
-                return f"captured tensor '{name}'"
-        for name in code.co_names:
-            if getattr(mod, "__globals__", {}).get(name) is tensor:
-                return f"captured tensor '{name}'"
-    return f"captured tensor number {slot}"

@@ -13,6 +13,7 @@ import torch
 from attnloom.errors import ShapeError
 from attnloom.ir.node import INPUT_AXES, Axes, BoundProgram
 from attnloom.ir.passes.simplify import simplify
+from attnloom.trace.names import mod_name
 
 _LIMIT = 4096
 _found: dict[tuple[object, ...], Axes] = {}
@@ -66,7 +67,7 @@ def _explain(block_mask: Any, told_apart: Axes, query: torch.Tensor) -> None:
     axis, what, given, size = (
         ("b", "batch entry", "B", batch) if told_apart & Axes.B else ("h", "head", "H", heads)
     )
-    name = getattr(block_mask.mask_mod, "__qualname__", type(block_mask.mask_mod).__name__)
+    name = mod_name(block_mask.mask_mod)
     raise ShapeError(
         f"mask_mod '{name}' depends on {axis}, but its block_mask was built with {given}=None or "
         f"1, so that its tiles are those of {what} 0 alone, and query has {size}. Build it with "

@@ -7,7 +7,7 @@ import torch
 from attnloom.api import autocast, validate
 from attnloom.api.launch import Launch
 from attnloom.block_mask import BlockMask
-from attnloom.errors import DeviceError, OptionError, ShapeError, UnsupportedError
+from attnloom.errors import DeviceError, OptionError, ShapeError, UnsupportedError, counted
 from attnloom.masking.decode import DecodeMask
 from attnloom.paged import PagedKV, PagedKVCache, PageTable
 from attnloom.paged.table import check_contents
@@ -30,8 +30,8 @@ def opened(query: torch.Tensor, cache: PagedKV | PagedKVCache, value: object) ->
         return cache
     if cache.num_layers != 1:
         raise OptionError(
-            f"this cache has {cache.num_layers} layers; pass batch.layer(i) of the batch that "
-            "extend returned."
+            f"this cache has {counted(cache.num_layers, 'layer')}; pass batch.layer(i) of the "
+            "batch that extend returned."
         )
     validate.check_tensor_arguments((("query", query),))
     if query.dim() != 4:
@@ -63,8 +63,8 @@ def check(
     """
     if query.size(0) != table.batch:
         raise ShapeError(
-            f"query has batch {query.size(0)}, the cache {table.batch} sequences; entry b of query "
-            "belongs to sequence b. Make the batch of the sequences that query has."
+            f"query has batch {query.size(0)}, the cache {counted(table.batch, 'sequence')}; entry "
+            "b of query belongs to sequence b. Make the batch of the sequences that query has."
         )
     if table.device != query.device:
         raise DeviceError(
@@ -80,9 +80,9 @@ def check(
     if min(q_len, kv_len) < longest:
         raise ShapeError(
             f"block_mask was made for Q_LEN {q_len} and KV_LEN {kv_len}, but sequences are up to "
-            f"{longest} tokens long. It is the mask of whole sequences, read where the queries "
-            f"stand: build it once with create_block_mask(mask_mod, B, H, LONGEST, LONGEST), "
-            f"LONGEST at least {longest}."
+            f"{counted(longest, 'token')} long. It is the mask of whole sequences, read where the "
+            "queries stand: build it once with create_block_mask(mask_mod, B, H, LONGEST, "
+            f"LONGEST), LONGEST at least {longest}."
         )
     validate.check_mask_batch(block_mask, query)
 

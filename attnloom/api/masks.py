@@ -10,7 +10,7 @@ import torch
 
 from attnloom.backends import mask_builders
 from attnloom.block_mask import BlockMask
-from attnloom.errors import ModError, OptionError, ShapeError
+from attnloom.errors import ModError, OptionError, ShapeError, counted
 from attnloom.ir.node import DType
 from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, read_data_device, read_device, read_int, shown
@@ -20,6 +20,7 @@ from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import TileGrid, block_size_pair
 from attnloom.masking.tokens import evaluate, mask_tokens
 from attnloom.masking.views import MaskMod, noop_mask
+from attnloom.trace.names import NOTE, mod_name
 from attnloom.trace.tracer import trace_score
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
@@ -216,17 +217,16 @@ def _num_arguments(mod: Mod) -> int:
     count = _count_parameters(mod)
     if count not in (4, 5):
         raise ModError(
-            f"{_name(mod)} takes {count} arguments; a mask_mod takes 4, (b, h, q_idx, kv_idx), and "
-            "a score_mod 5, (score, b, h, q_idx, kv_idx)."
+            f"{_name(mod)} takes {counted(count, 'argument')}; a mask_mod takes 4, (b, h, q_idx, "
+            "kv_idx), and a score_mod 5, (score, b, h, q_idx, kv_idx)."
         )
     return count
 
 
 def _count_parameters(mod: Mod) -> int:
     """Positional parameters without defaults; 4 where there are any number of them."""
-    if type(mod) is FunctionType and vars(mod).keys() <= {
-        extent.ATTRIBUTE
-    }:  # inspect.signature takes a while
+    # inspect.signature takes a while
+    if type(mod) is FunctionType and vars(mod).keys() <= {extent.ATTRIBUTE, NOTE}:
         code = mod.__code__
         takes_any = code.co_flags & inspect.CO_VARARGS
         return 4 if takes_any else code.co_argcount - len(mod.__defaults__ or ())
@@ -241,4 +241,4 @@ def _count_parameters(mod: Mod) -> int:
 
 
 def _name(mod: object) -> str:
-    return repr(getattr(mod, "__qualname__", mod))
+    return repr(mod_name(mod))

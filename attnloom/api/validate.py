@@ -12,7 +12,14 @@ from numbers import Real
 import torch
 
 from attnloom.block_mask import BlockMask
-from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+from attnloom.errors import (
+    DeviceError,
+    DtypeError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+    counted,
+)
 from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, shown
 
@@ -88,8 +95,8 @@ def _explain_rank(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ShapeError(
-                f"{name} has {tensor.dim()} dimensions; it must have 4: [batch, heads, length, "
-                f"head_dim]. Use unsqueeze, or view and transpose for a packed projection. "
+                f"{name} has {counted(tensor.dim(), 'dimension')}; it must have 4: [batch, heads, "
+                "length, head_dim]. Use unsqueeze, or view and transpose for a packed projection. "
                 f"{_shapes(query, key, value)}"
             )
 
@@ -118,13 +125,14 @@ def _check_heads(
     got = _shapes(query, key, value)
     if not enable_gqa:
         raise ShapeError(
-            f"query has {hq} heads, key and value have {hkv}; without grouped queries these must "
-            f"be equal. Pass enable_gqa=True to share each key head between query heads. {got}"
+            f"query has {counted(hq, 'head')}, key and value have {hkv}; without grouped queries "
+            "these must be equal. Pass enable_gqa=True to share each key head between query "
+            f"heads. {got}"
         )
     if hkv == 0 or hq % hkv:
         raise ShapeError(
-            f"query has {hq} heads, key has {hkv}; query heads must be a multiple of key heads. "
-            f"{got}"
+            f"query has {counted(hq, 'head')}, key has {hkv}; query heads must be a multiple of "
+            f"key heads. {got}"
         )
 
 
@@ -202,7 +210,10 @@ def _explain_lengths(block_mask: BlockMask, rows: int, keys: int) -> None:
             f"{rows}, {keys})."
         )
     else:
-        fix = f"For the first {rows} queries and {keys} keys use block_mask.crop({rows}, {keys})"
+        fix = (
+            f"For the first {counted(rows, 'query')} and {counted(keys, 'key')} use "
+            f"block_mask.crop({rows}, {keys})"
+        )
         if rows < q_len:
             fix += f"; for queries from position p on (decoding) use block_mask.rows(p, p + {rows})"
             if keys < kv_len:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from attnloom.cli.output import size, table, to_json
 from attnloom.cli.progress import shown
+from attnloom.errors import counted
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def _text(found) -> Iterator[str]:
         *((name, version or "not installed") for name, version in found.versions.items()),
         ("compiler", f"{compiler.path} {compiler.version}".strip() or "none"),
         ("processor", features),
-        ("threads", f"{found.num_threads} of {found.num_cores} cores"),
+        ("threads", f"{found.num_threads} of {counted(found.num_cores, 'core')}"),
         *_gpu_rows(found.gpus),
         ("cache", _cache(cache)),
     ]
@@ -60,13 +61,13 @@ def _gpu_rows(gpus) -> Iterator[tuple[str, str]]:
 def _cache(cache) -> str:
     if not cache.exists:
         return f"{cache.path} (not made yet)"
-    return f"{cache.path}: {cache.num_kernels} kernels, {size(cache.total_bytes)}"
+    return f"{cache.path}: {counted(cache.num_kernels, 'kernel')}, {size(cache.total_bytes)}"
 
 
 def _self_test(test) -> str:
     if test.problem:
         return f"failed: {test.problem}"
     return (
-        f"forward and backward in {test.first_seconds:.2f} s ({test.compiled} kernels compiled), "
-        f"again in {test.next_seconds * 1e3:.1f} ms, max error {test.largest_error:.1e}"
+        f"forward and backward in {test.first_seconds:.2f} s ({counted(test.compiled, 'kernel')} "
+        f"compiled), again in {test.next_seconds * 1e3:.1f} ms, max error {test.largest_error:.1e}"
     )

@@ -11,8 +11,10 @@ from pathlib import Path
 from attnloom.cli import mods
 from attnloom.cli.output import dtype_name, table, to_json
 from attnloom.cli.progress import shown
-from attnloom.errors import OptionError
+from attnloom.errors import OptionError, counted
+from attnloom.tools.alike import pairs_text
 
+_MOST_MAPS = 8
 _DEFAULTS = {"q_len": 2048, "batch": 1, "heads": 1, "head_dim": 64, "block_size": 128}
 
 
@@ -92,7 +94,7 @@ def _assignment(statement) -> str:
 
 
 def _gradient(gradient) -> Iterator[str]:
-    yield f"gradient ({gradient.num_nodes} operations, the recomputed score included)"
+    yield f"gradient ({counted(gradient.num_nodes, 'operation')}, the recomputed score included)"
     yield table([(s.when, _assignment(s)) for s in gradient.statements])
     for c in gradient.captured:
         over = f"; summed over {c.summed_over}" if c.summed_over else ""
@@ -116,9 +118,20 @@ def _mask(mask, setting) -> Iterator[str]:
             ("density", f"{mask.density:.2%}", "of the scores lie in tiles that are computed"),
         ]
     )
-    same = "all batch entries and heads are alike" if mask.num_lists == 1 else "batch 0, head 0"
+    same = "all batch entries and heads are alike"
+    if len(mask.alike) > 1:
+        yield from _maps(mask.alike)
+        same = "the first map"
     yield f"  {same}; rows are queries, columns are keys:"
     yield "\n".join(f"  |{line}|" for line in mask.picture.split("\n"))
+
+
+def _maps(alike) -> Iterator[str]:
+    yield f"  {len(alike)} maps differ:"
+    for number, pairs in enumerate(alike[:_MOST_MAPS], 1):
+        yield f"    {number}: {pairs_text(pairs)}"
+    if len(alike) > _MOST_MAPS:
+        yield f"    and {counted(len(alike) - _MOST_MAPS, 'map')} more (--html shows 16)"
 
 
 def _share(count: int, total: int) -> str:

@@ -21,7 +21,7 @@ _TARGET = (
     "package.module:function or path/file.py:function, a score_mod or a mask_mod; a factory with "
     "literal arguments as 'mods.py:alibi(8)'"
 )
-_TOLD = {"batch": "b", "heads": "h"}
+_TOLD = {"q-len": "q_idx", "batch": "b", "heads": "h"}
 # Folders whose frames are not the user's code.
 _LIBRARIES = tuple(str(Path(p.__file__).parent) for p in (attnloom, torch) if p.__file__)
 
@@ -33,7 +33,7 @@ def add_problem_options(parser: argparse.ArgumentParser, defaults: dict[str, int
     parser.add_argument("--mask", metavar="MODULE:FUNCTION", help="a mask_mod beside a score_mod")
     for name, what in (
         ("q-len", "queries"),
-        ("kv-len", "keys (default: as many as queries)"),
+        ("kv-len", "keys (default: as captured tensors say, else as many as queries)"),
         ("batch", "batch entries"),
         ("heads", "query heads"),
         ("kv-heads", "key heads (default: as many as query heads)"),
@@ -44,7 +44,7 @@ def add_problem_options(parser: argparse.ArgumentParser, defaults: dict[str, int
         if name in _TOLD:  # the tools know the default, and look at the mods first
             default, letter = None, _TOLD[name]
             text = f"{what} (default: as captured tensors indexed by {letter} say, else "
-            text += f"{defaults[name]})"
+            text += f"{defaults[name.replace('-', '_')]})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument(
         "--block-size", type=_block_size, default=defaults["block_size"], metavar="N[,M]",

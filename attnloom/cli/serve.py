@@ -7,6 +7,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from attnloom.errors import counted
+
 _NEEDED = ("fastapi", "uvicorn", "safetensors", "tokenizers")
 
 
@@ -95,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or ("tiny" if args.folder is None else args.folder.resolve().name)
     print(
         f"serving {name} on {engine.cache.device}: "
-        f"{engine.cache.book.allocator.num_pages} pages of {engine.cache.page_size} tokens"
+        f"{counted(engine.cache.book.allocator.num_pages, 'page')} of "
+        f"{counted(engine.cache.page_size, 'token')}"
     )
     uvicorn.run(create_app(engine, name), host=args.host, port=args.port, log_level="info")
     return 0

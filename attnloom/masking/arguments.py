@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnloom.errors import DeviceError, ModError, OptionError, ShapeError
+from attnloom.errors import DeviceError, ModError, OptionError, ShapeError, counted
 
 _MOST_SHOWN = 60
 
@@ -83,8 +83,9 @@ def read_device(device: Any) -> torch.device:
         )
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise DeviceError(
-            f"device is '{found}', but torch sees {torch.cuda.device_count()} CUDA devices here. "
-            "Use device='cpu', or look at torch.cuda.is_available()."
+            f"device is '{found}', but torch sees "
+            f"{counted(torch.cuda.device_count(), 'CUDA device')} here. Use device='cpu', or look "
+            "at torch.cuda.is_available()."
         )
     return found
 
@@ -102,3 +103,35 @@ def read_data_device(device: Any) -> torch.device:
             "Build it with device='cpu', then move it with .to('meta')."
         )
     return found
+
+
+def paired_ids(
+    of_queries: tuple[str, torch.Tensor], of_keys: tuple[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B, Q_LEN] and [B, KV_LEN] of two tables [L] or [B, L], each beside its name.
+
+    Raises:
+        ShapeError: their batches differ, and neither is 1. DeviceError: their devices differ.
+    """
+    check_one_device(of_queries, of_keys)
+    (q_name, ids_q), (kv_name, ids_kv) = of_queries, of_keys
+    rows = [t[None] if t.dim() == 1 else t for t in (ids_q, ids_kv)]
+    batches = [t.shape[0] for t in rows]
+    if batches[0] != batches[1] and 1 not in batches:
+        raise ShapeError(
+            f"{q_name} has {counted(batches[0], 'batch entry')} and {kv_name} {batches[1]}; they "
+            "must be equal, or 1 to share."
+        )
+    batch = batches[1] if batches[0] == 1 else batches[0]
+    return rows[0].expand(batch, -1), rows[1].expand(batch, -1)
+
+
+def check_one_device(*named: tuple[str, torch.Tensor]) -> None:
+    """Raises DeviceError unless all tensors, each beside its name, are on one device."""
+    (first, one), *others = named
+    for name, other in others:
+        if other.device != one.device:
+            raise DeviceError(
+                f"{first} is on {one.device}, {name} on {other.device}; both must be on one "
+                "device. Move them with .to(device)."
+            )

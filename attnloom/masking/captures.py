@@ -172,7 +172,9 @@ def _map_partial(mapper: _Mapper, value: functools.partial) -> functools.partial
         return value
     num_args = len(value.args)
     keywords = dict(zip(value.keywords, parts[1 + num_args :], strict=True))
-    return functools.partial(parts[0], *parts[1 : 1 + num_args], **keywords)
+    out = functools.partial(parts[0], *parts[1 : 1 + num_args], **keywords)
+    out.__dict__.update(value.__dict__)
+    return out
 
 
 def _map_method(mapper: _Mapper, value: types.MethodType) -> types.MethodType:

@@ -12,7 +12,9 @@ from attnloom.masking import known_masks, versions
 from attnloom.masking.arguments import (
     check_flag,
     check_mask_mod,
+    check_one_device,
     check_tensor,
+    paired_ids,
     read_int,
     read_lengths,
 )
@@ -20,6 +22,7 @@ from attnloom.masking.build import build_lists
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import BlockLists, TileGrid, block_size_pair
 from attnloom.masking.views import MaskMod, noop_mask
+from attnloom.trace.names import known_as, mod_name
 
 Mask = TypeVar("Mask", bound="KnownMasks")
 
@@ -69,7 +72,7 @@ class KnownMasks:
             if table.shape[dim] > 1 and table.stride(dim) == 0:
                 table = table.narrow(dim, 0, 1)
         lists = known_masks.table_lists(table, block_size_pair(BLOCK_SIZE))
-        mod = known_masks.bind_tables(known_masks.table_mask, table)
+        mod = _named("from_dense", known_masks.bind_tables(known_masks.table_mask, table))
         return _read(cls.from_lists(lists, mod, batch_dims))
 
     @classmethod
@@ -126,6 +129,7 @@ class KnownMasks:
         kv_len = _length("kv_len", kv_len)
         for name, tensor in (("start", start), ("stop", stop)):
             known_masks.check_integer(name, tensor, (1, 2, 3))
+        check_one_device(("start", start), ("stop", stop))
         try:
             start, stop = torch.broadcast_tensors(start, stop)
         except RuntimeError as error:
@@ -136,7 +140,7 @@ class KnownMasks:
         start, stop = (t.to(torch.int64).clamp(0, kv_len)[lead].contiguous() for t in (start, stop))
         ranges = known_masks.KeyRanges(start, stop, kv_len)
         lists = known_masks.range_lists(ranges, block_size_pair(BLOCK_SIZE))
-        return cls.from_lists(lists, known_masks.range_mod(ranges))
+        return cls.from_lists(lists, _named("from_key_ranges", known_masks.range_mod(ranges)))
 
     @classmethod
     @outside_graph
@@ -174,13 +178,14 @@ class KnownMasks:
         cu_kv = cu_q if cu_kv is None else cu_kv
         for name, cu in (("cu_q", cu_q), ("cu_kv", cu_kv)):
             known_masks.check_integer(name, cu, (1,))
+        check_one_device(("cu_q", cu_q), ("cu_kv", cu_kv))
         lengths = (
             _last(cu_q) if q_len is None else _length("q_len", q_len),
             _last(cu_kv) if kv_len is None else _length("kv_len", kv_len),
         )
         ranges, tables = known_masks.packed_documents(cu_q, cu_kv, lengths, causal)
         block = block_size_pair(BLOCK_SIZE)
-        mod = known_masks.packed_mod(ranges, tables, mask_mod)
+        mod = _named("from_cu_seqlens", known_masks.packed_mod(ranges, tables, mask_mod), mask_mod)
         if mask_mod is None:
             lists = known_masks.range_lists(ranges, block)
         else:
@@ -215,23 +220,24 @@ class KnownMasks:
         ids_kv = ids_q if ids_kv is None else ids_kv
         for name, ids in (("ids_q", ids_q), ("ids_kv", ids_kv)):
             known_masks.check_integer(name, ids, (1, 2))
-        ids_q = ids_q[None] if ids_q.dim() == 1 else ids_q
-        ids_kv = ids_kv[None] if ids_kv.dim() == 1 else ids_kv
-        if ids_q.shape[0] != ids_kv.shape[0] and 1 not in (ids_q.shape[0], ids_kv.shape[0]):
-            raise ShapeError(
-                f"ids_q has {ids_q.shape[0]} batch entries and ids_kv {ids_kv.shape[0]}; they must "
-                "be equal, or 1 to share."
-            )
-        B = max(ids_q.shape[0], ids_kv.shape[0])
-        documents = known_masks.documents_of(ids_q.expand(B, -1), ids_kv.expand(B, -1))
+        ids_q, ids_kv = paired_ids(("ids_q", ids_q), ("ids_kv", ids_kv))
+        B = ids_q.shape[0]
+        documents = known_masks.documents_of(ids_q, ids_kv)
         block = block_size_pair(BLOCK_SIZE)
         mod = known_masks.document_mod(documents, mask_mod)
+        mod = _named("from_document_ids", mod, mask_mod)
         if mask_mod is None and documents.ranges is not None:
             lists = known_masks.range_lists(documents.ranges, block)
         else:
             grid = TileGrid(B, 1, ids_q.shape[1], ids_kv.shape[1], *block)
             lists = build_lists(mod, grid, ids_q.device)
         return _read(cls.from_lists(lists, mod, (B, 1)))
+
+
+def _named(constructor: str, mod: MaskMod, mask_mod: MaskMod | None = None) -> MaskMod:
+    """The mod, known as the caller's own if there is one, else as what made the mask."""
+    name = f"BlockMask.{constructor}" if mask_mod is None else mod_name(mask_mod)
+    return known_as(mod, name)
 
 
 def _read(mask: Mask) -> Mask:

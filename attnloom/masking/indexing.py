@@ -8,7 +8,7 @@ from typing import Union
 
 import torch
 
-from attnloom.errors import OptionError, ShapeError
+from attnloom.errors import OptionError, ShapeError, counted
 from attnloom.masking.lists import BlockLists, TileGrid, select
 from attnloom.masking.views import MaskMod, pick_blocks, pick_index, pick_mod, shift_mod
 
@@ -87,8 +87,9 @@ def choose(
     sizes = (*batch_dims, grid.num_q_blocks)
     if len(indices) > len(sizes):
         raise IndexError(
-            f"{len(indices)} indices for a BlockMask with {len(sizes)} dimensions to index "
-            "(batch, head, row of tiles); keys are not indexed."
+            f"{counted(len(indices), 'index')} for a BlockMask with "
+            f"{counted(len(sizes), 'dimension')} to index (batch, head, row of tiles); keys are "
+            "not indexed."
         )
     if sum(isinstance(i, torch.Tensor) and i.dim() > 0 for i in indices) > 1:
         raise OptionError(

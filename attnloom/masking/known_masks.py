@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import DtypeError, OptionError, ShapeError
+from attnloom.errors import DtypeError, OptionError, ShapeError, any_of, counted
 from attnloom.masking.lists import BlockLists, Runs, TileGrid, lists_from_runs
 from attnloom.masking.views import MaskMod
 
@@ -71,14 +71,14 @@ def key_range_mask(
 
 def table_mask(
     layout: str,
-    table: torch.Tensor,
+    mask: torch.Tensor,
     b: torch.Tensor,
     h: torch.Tensor,
     q_idx: torch.Tensor,
     kv_idx: torch.Tensor,
 ) -> torch.Tensor:
     """A dense mask, read one score at a time."""
-    return lookup(layout, table, b, h, q_idx, kv_idx)
+    return lookup(layout, mask, b, h, q_idx, kv_idx)
 
 
 def packed_mask(
@@ -334,8 +334,7 @@ def check_integer(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> No
         raise DtypeError(f"{name} is {tensor.dtype}; it must hold integers.")
     if tensor.dim() not in ranks:
         raise ShapeError(
-            f"{name} has shape {list(tensor.shape)}; it must have {' or '.join(map(str, ranks))} "
-            "dimensions."
+            f"{name} has shape {list(tensor.shape)}; it must have {any_of(ranks, 'dimension')}."
         )
 
 
@@ -363,8 +362,9 @@ def packed_documents(
             raise ShapeError(f"{name} ends at {int(cu[-1])}, beyond the length {length}.")
     if cu_q.numel() != cu_kv.numel():
         raise ShapeError(
-            f"cu_q describes {cu_q.numel() - 1} documents and cu_kv {cu_kv.numel() - 1}; both must "
-            "describe the same documents (of any lengths, 0 included)."
+            f"cu_q describes {counted(cu_q.numel() - 1, 'document')} and cu_kv "
+            f"{cu_kv.numel() - 1}; both must describe the same documents (of any lengths, 0 "
+            "included)."
         )
     cu_q, cu_kv = cu_q.to(torch.int64).contiguous(), cu_kv.to(torch.int64)
     query = torch.arange(q_len, device=cu_q.device)

@@ -20,6 +20,7 @@ import torch
 
 from attnloom.errors import ModError
 from attnloom.masking.captures import referenced_globals
+from attnloom.trace.names import mod_name
 
 _PYTHON = sys.version_info[:2]
 
@@ -36,7 +37,7 @@ def dump_mod(mod: Any) -> tuple[bytes, list[torch.Tensor]]:
         pickler.dump((_PYTHON, mod))
     except (pickle.PicklingError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ModError(
-            f"mask_mod {getattr(mod, '__qualname__', mod)!r} cannot be pickled: {error}. It "
+            f"mask_mod {mod_name(mod)!r} cannot be pickled: {error}. It "
             "captures an object that has no pickled form; capture tensors and numbers instead."
         ) from error
     return buffer.getvalue(), pickler.tensors

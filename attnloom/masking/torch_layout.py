@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import DtypeError, ShapeError
+from attnloom.errors import DtypeError, ShapeError, counted
 from attnloom.masking.arguments import check_tensor
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import (
@@ -91,7 +91,7 @@ def check_kv_blocks(
             )
         if num.shape[-1] != rows:
             raise ShapeError(
-                f"{prefix}kv_num_blocks has {num.shape[-1]} rows of blocks, but Q_LEN "
+                f"{prefix}kv_num_blocks has {counted(num.shape[-1], 'row')} of blocks, but Q_LEN "
                 f"{seq_lengths[0]} at block size {block_size[0]} makes {rows}. Pass seq_lengths="
                 "(Q_LEN, KV_LEN) that fit the lists."
             )
@@ -122,8 +122,8 @@ def lists_from_kv_blocks(
         if bool(beyond.any()):
             raise ShapeError(
                 f"kv_indices lists block {int(columns[beyond][0])}, but KV_LEN {grid.kv_len} at "
-                f"block size {grid.kv_block} has {grid.num_kv_blocks} blocks. Pass seq_lengths="
-                "(Q_LEN, KV_LEN) that cover every listed block."
+                f"block size {grid.kv_block} has {counted(grid.num_kv_blocks, 'block')}. Pass "
+                "seq_lengths=(Q_LEN, KV_LEN) that cover every listed block."
             )
         flat_rows = torch.arange(grid.num_rows, device=num.device).view(listed.shape[:-1])
         rows.append(flat_rows[..., None].expand(listed.shape)[listed])

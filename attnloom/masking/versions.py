@@ -11,15 +11,14 @@ tensors made under inference_mode, and what happened before a mask came through 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import Any
 
 import torch
 
 from attnloom.errors import ModError
-from attnloom.masking.captures import captured_tensors, is_filled
+from attnloom.masking.captures import captured_tensors
+from attnloom.trace.names import mod_name, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +55,11 @@ def check(mask: Any) -> None:
 
 
 def _explain(mod: Any, tensor: torch.Tensor) -> None:
-    inner = mod
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    name = getattr(inner, "__name__", type(inner).__name__)
+    captured = name_of(mod, tensor)
     raise ModError(
-        f"{_captured_name(mod, tensor)} of shape {list(tensor.shape)}, which mask_mod '{name}' "
-        "captures, was changed in place after its BlockMask was built. Which tiles are empty or "
-        "full follows from the old values, single scores from the new ones. Build the mask again "
-        "after the change, or let the mask_mod capture a copy (.clone())."
+        f"{repr(captured) if captured else 'a tensor'} of shape {list(tensor.shape)}, which "
+        f"mask_mod '{mod_name(mod)}' captures, was changed in place after its BlockMask was built. "
+        "Which tiles are empty or full follows from the old values, single scores from the new "
+        "ones. Build the mask again after the change, or let the mask_mod capture a copy "
+        "(.clone())."
     )
-
-
-def _captured_name(mod: Any, tensor: torch.Tensor) -> str:
-    if isinstance(mod, FunctionType):
-        code = mod.__code__
-        for name, cell in zip(code.co_freevars, mod.__closure__ or (), strict=True):
-            if is_filled(cell) and cell.cell_contents is tensor:
-                return f"'{name}'"
-        for name in code.co_names:
-            if mod.__globals__.get(name) is tensor:
-                return f"'{name}'"
-    return "a tensor"

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from attnloom.trace.checked import passed_as_it_is
+
 MaskMod = Callable[..., torch.Tensor]
 Pick = Callable[[torch.Tensor], torch.Tensor]
 
@@ -30,6 +32,15 @@ def pick_mod(mod: MaskMod, batch: Pick | None, head: Pick | None, query: Pick | 
     if batch is None and head is None and query is None:
         return mod
     return functools.partial(picked_mask, mod, batch, head, query)
+
+
+def shift_entries(mod: MaskMod, first_batch: int, first_head: int) -> MaskMod:
+    """The mod at (b + first_batch, h + first_head)."""
+    batch, head = (
+        functools.partial(pick_shifted, first) if first else None
+        for first in (first_batch, first_head)
+    )
+    return pick_mod(mod, batch, head, None)
 
 
 def pick_index(chosen: torch.Tensor) -> Pick | None:
@@ -99,6 +110,7 @@ def pick_from_blocks(table: torch.Tensor, block: int, index: torch.Tensor) -> to
     return table[index // block] * block + index % block
 
 
+@passed_as_it_is
 def noop_mask(
     b: torch.Tensor,
     h: torch.Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import ModError, ShapeError
+from attnloom.errors import ModError, ShapeError, any_of, counted
 from attnloom.masking.arguments import shown
 from attnloom.masking.known_masks import check_integer
 
@@ -39,10 +39,13 @@ def read_sizes(factory: str, name: str, value: Any, count: int, least: int = 1) 
         return (read_size(factory, name, value, least),) * count
     if len(value) != count:
         raise ModError(
-            f"{factory}: {name} is {shown(value)}, which has {len(value)} axes; the canvas has "
-            f"{count}. Give one int for every axis, or a single one for all."
+            f"{factory}: {name} is {shown(value)}, which has {counted(len(value), 'axis')}; the "
+            f"canvas has {count}. Give one int for every axis, or a single one for all."
         )
-    return tuple(read_size(factory, name, size, least) for size in value)
+    return tuple(
+        read_size(factory, axis_name(name, value, axis), size, least)
+        for axis, size in enumerate(value)
+    )
 
 
 def read_canvas(factory: str, canvas: Any) -> tuple[int, ...]:
@@ -52,19 +55,27 @@ def read_canvas(factory: str, canvas: Any) -> tuple[int, ...]:
         raise ModError(
             f"{factory}: canvas is {shown(canvas)}; it must have 1, 2 or 3 axes, the slowest first."
         )
-    return tuple(read_size(factory, "canvas", size, 1) for size in sizes)
+    return tuple(
+        read_size(factory, axis_name("canvas", canvas, axis), size, 1)
+        for axis, size in enumerate(sizes)
+    )
 
 
-def read_integers(name: str, value: Integers, *ranks: int) -> torch.Tensor:
+def axis_name(name: str, value: Any, axis: int) -> str:
+    """What the caller gave for an axis: `canvas[0]`, or `canvas` where one value serves all."""
+    return f"{name}[{axis}]" if isinstance(value, Sequence) else name
+
+
+def read_integers(factory: str, name: str, value: Integers, *ranks: int) -> torch.Tensor:
     """An integer tensor of one of these ranks; lists are converted.
 
     Raises:
         DtypeError: other values than integers. ShapeError: another rank.
     """
     if not isinstance(value, torch.Tensor) and len(value) == 0:
-        raise ShapeError(f"{name} is empty; it must hold at least one integer.")
+        raise ShapeError(f"{factory}: {name} is empty; it must hold at least one integer.")
     tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-    check_integer(name, tensor, ranks)
+    check_integer(f"{factory}: {name}", tensor, ranks)
     return tensor
 
 
@@ -76,7 +87,7 @@ def check_floats(factory: str, name: str, value: Any, *ranks: int) -> None:
     if value.dim() not in ranks:
         raise ShapeError(
             f"{factory}: {name} has shape {list(value.shape)}; it must have "
-            f"{' or '.join(map(str, ranks))} dimensions."
+            f"{any_of(ranks, 'dimension')}."
         )
 
 

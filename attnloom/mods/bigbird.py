@@ -55,4 +55,4 @@ def bigbird(
     order = draw.masked_fill(live, -1.0)
     chosen = order.topk(num_random, dim=-1)
     live.scatter_(-1, chosen.indices, live.gather(-1, chosen.indices) | (chosen.values >= 0))
-    return block_table_mod(live.to(torch.empty(0, device=device).device), block_size)
+    return block_table_mod(name, live.to(torch.empty(0, device=device).device), block_size)

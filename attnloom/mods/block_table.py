@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnloom.masking.views import MaskMod
+from attnloom.trace.names import known_as
 
 
-def block_table_mod(live: Tensor, block_size: int) -> MaskMod:
+def block_table_mod(factory: str, live: Tensor, block_size: int) -> MaskMod:
     """The mask_mod of a table [q_blocks, kv_blocks], [H, ...] or [B, H, ...] bool; leading sizes of
     1 broadcast.
 
@@ -24,4 +25,4 @@ def block_table_mod(live: Tensor, block_size: int) -> MaskMod:
         leading = ((b,) if batched else ()) + ((h,) if headed else ())
         return live[(*leading, q_idx // block_size, kv_idx // block_size)]
 
-    return mask_mod
+    return known_as(mask_mod, factory)

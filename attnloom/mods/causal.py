@@ -6,8 +6,10 @@ from torch import Tensor
 
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import read_size
+from attnloom.trace.checked import passed_as_it_is
 
 
+@passed_as_it_is
 def causal_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Each token sees itself and what comes before it. A mask_mod, not a factory.
 

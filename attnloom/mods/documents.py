@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attnloom.masking.arguments import paired_ids
 from attnloom.masking.extent import Axis, Limit, limited
 from attnloom.masking.known_masks import (
     check_cumulative,
@@ -15,6 +16,7 @@ from attnloom.masking.known_masks import (
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers
 from attnloom.mods.extent import of_table
+from attnloom.trace.names import known_as
 
 
 def documents(ids: Integers, kv_ids: Integers | None = None) -> MaskMod:
@@ -29,22 +31,24 @@ def documents(ids: Integers, kv_ids: Integers | None = None) -> MaskMod:
         mask_mod that captures tables of ids, or of key ranges where documents are contiguous. For
         causal documents: and_masks(causal_mask, documents(ids)).
     Raises:
-        DtypeError, ShapeError: ids are not integers, or have another number of dimensions.
+        DtypeError, ShapeError: ids are not integers, have another number of dimensions, or are of
+            different batch sizes (1 serves all). DeviceError: they are on different devices.
     Source: Raffel et al. 2020 (T5), arXiv:1910.10683, sec. 3.1.2 (packing); as a mask_mod, Dong
         et al. 2024, arXiv:2412.05496.
     """
-    of_queries = read_integers("ids", ids, 1, 2)
-    of_keys = of_queries if kv_ids is None else read_integers("kv_ids", kv_ids, 1, 2)
-    rows = [t[None] if t.dim() == 1 else t for t in (of_queries, of_keys)]
+    name = "documents"
+    of_queries = read_integers(name, "ids", ids, 1, 2)
+    of_keys = of_queries if kv_ids is None else read_integers(name, "kv_ids", kv_ids, 1, 2)
+    rows = paired_ids((f"{name}: ids", of_queries), ("kv_ids", of_keys))
     limits: list[Limit] = []
     sides: tuple[tuple[str, torch.Tensor, Axis], ...] = (
         ("ids", of_queries, "Q_LEN"),
         ("ids" if kv_ids is None else "kv_ids", of_keys, "KV_LEN"),
     )
-    for name, table, axis in sides:
+    for given, table, axis in sides:
         along: tuple[Axis, ...] = ("batch", axis) if table.dim() == 2 else (axis,)
-        limits += of_table("documents", name, table, *along)
-    return limited(document_mod(documents_of(*rows), None), *limits)
+        limits += of_table(name, given, table, *along)
+    return limited(known_as(document_mod(documents_of(*rows), None), name), *limits)
 
 
 def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:
@@ -61,8 +65,10 @@ def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:
         DtypeError, ShapeError, OptionError: no cumulative lengths.
     Source: as `documents`; cu_seqlens as in FlashAttention's variable-length functions.
     """
-    cu = read_integers("cu_seqlens", cu_seqlens, 1)
+    name = "documents_from_cu_seqlens"
+    cu = read_integers(name, "cu_seqlens", cu_seqlens, 1)
     length = int(cu[-1]) if cu.numel() else 0
-    check_cumulative("cu_seqlens", cu)
+    check_cumulative(f"{name}: cu_seqlens", cu)
     # One more query, which belongs to no document, is what indices beyond the last are clamped to.
-    return packed_mod(*packed_documents(cu, cu, (length + 1, length), causal=False), None)
+    packed = packed_documents(cu, cu, (length + 1, length), causal=False)
+    return known_as(packed_mod(*packed, None), name)

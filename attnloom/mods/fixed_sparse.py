@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnloom.errors import ModError
+from attnloom.errors import ModError, counted
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import read_size
 
@@ -30,8 +30,8 @@ def fixed_sparse(stride: int, num_summary: int) -> MaskMod:
     first = stride - read_size(name, "num_summary", num_summary)
     if first < 0:
         raise ModError(
-            f"{name}: num_summary is {num_summary}, more than the {stride} tokens of a block; it "
-            "must be 0 to stride."
+            f"{name}: num_summary is {num_summary}, more than the {counted(stride, 'token')} of a "
+            "block; it must be 0 to stride."
         )
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

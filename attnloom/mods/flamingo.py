@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnloom.masking.extent import Axis, limited
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import read_flags, read_size
+from attnloom.mods.extent import of_table
 
 
 def flamingo(
@@ -37,4 +39,5 @@ def flamingo(
         owner = kv_idx // size
         return owner == image if only_immediate else owner <= image
 
-    return mask_mod
+    leading: tuple[Axis, ...] = ("batch",) if batched else ()
+    return limited(mask_mod, *of_table("flamingo", "media_locations", seen, *leading, "Q_LEN"))

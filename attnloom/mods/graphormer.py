@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
-from attnloom.errors import ShapeError
+from attnloom.errors import ShapeError, counted
 from attnloom.masking.extent import Axis, limited
 from attnloom.mods.arguments import check_floats, read_integers
 from attnloom.mods.extent import of_table
@@ -28,16 +28,16 @@ def graphormer_spatial(distances: Tensor, table: Tensor) -> ScoreMod:
             or dimensions do not fit.
     Source: Ying et al. 2021, arXiv:2106.05234, sec. 3.1.2.
     """
-    lengths = read_integers("distances", distances, 2, 3)
+    distances = read_integers("graphormer_spatial", "distances", distances, 2, 3)
     check_floats("graphormer_spatial", "table", table, 2)
-    batched = lengths.dim() == 3
+    batched = distances.dim() == 3
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        length = lengths[b, q_idx, kv_idx] if batched else lengths[q_idx, kv_idx]
+        length = distances[b, q_idx, kv_idx] if batched else distances[q_idx, kv_idx]
         return score + table[length.long(), h]
 
     leading: tuple[Axis, ...] = ("batch",) if batched else ()
-    limits = of_table("graphormer_spatial", "distances", lengths, *leading, "Q_LEN", "KV_LEN")
+    limits = of_table("graphormer_spatial", "distances", distances, *leading, "Q_LEN", "KV_LEN")
     limits += of_table("graphormer_spatial", "table", table, "heads")
     return limited(score_mod, *limits)
 
@@ -61,14 +61,14 @@ def graphormer_edge(paths: Tensor, features: Tensor, weight: Tensor) -> ScoreMod
     Source: Ying et al. 2021, arXiv:2106.05234, sec. 3.1.3.
     """
     name = "graphormer_edge"
-    edges = read_integers("paths", paths, 3, 4)
+    edges = read_integers(name, "paths", paths, 3, 4)
     batched, longest = edges.dim() == 4, edges.shape[-1]
     check_floats(name, "features", features, 3 if batched else 2)
     check_floats(name, "weight", weight, 3)
     if weight.shape[0] != longest or weight.shape[-1] != features.shape[-1]:
         raise ShapeError(
-            f"{name}: weight has shape {list(weight.shape)}; paths of {longest} edges and features "
-            f"of size {features.shape[-1]} need [{longest}, Hq, {features.shape[-1]}]."
+            f"{name}: weight has shape {list(weight.shape)}; paths of {counted(longest, 'edge')} "
+            f"and features of size {features.shape[-1]} need [{longest}, Hq, {features.shape[-1]}]."
         )
     present = edges >= 0
     share = 1.0 / present.sum(-1).clamp(min=1).to(weight.dtype)  # [B, N, N]
@@ -87,5 +87,6 @@ def graphormer_edge(paths: Tensor, features: Tensor, weight: Tensor) -> ScoreMod
 
     leading: tuple[Axis, ...] = ("batch",) if batched else ()
     limits = of_table(name, "paths", edges, *leading, "Q_LEN", "KV_LEN", None)
+    limits += of_table(name, "features", features, *leading, None, None)
     limits += of_table(name, "weight", weight, "heads", None)
     return limited(score_mod, *limits)

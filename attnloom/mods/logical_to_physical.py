@@ -29,13 +29,13 @@ def logical_to_physical(
     Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, sec. 4.1; with mods, Dong et
         al. 2024, arXiv:2412.05496.
     """
-    tables = [
-        None if given is None else read_integers(name, given, 1, 2)
+    q_positions, kv_positions = (
+        None if given is None else read_integers("logical_to_physical", name, given, 1, 2)
         for name, given in (
             ("q_positions", q_positions),
-            ("kv_positions", q_positions if kv_positions is None else kv_positions),
+            ("kv_positions", kv_positions),
         )
-    ]
+    )
 
     def look_up(table: Tensor | None, b: Tensor, index: Tensor) -> Tensor:
         if table is None:
@@ -43,16 +43,20 @@ def logical_to_physical(
         return (table[b, index] if table.dim() == 2 else table[index]).long()
 
     def logical(b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, ...]:
-        return b, look_up(tables[0], b, q_idx), look_up(tables[1], b, kv_idx)
+        of_keys = q_positions if kv_positions is None else kv_positions
+        return b, look_up(q_positions, b, q_idx), look_up(of_keys, b, kv_idx)
 
     limits = limits_of(mod, axes=("batch", "heads"))
-    for name, table, axis in zip(("q_positions", "kv_positions"), tables, LENGTHS, strict=True):
+    both = q_positions if kv_positions is None else kv_positions
+    tables = (("q_positions", q_positions), ("kv_positions", both))
+    for (name, table), axis in zip(tables, LENGTHS, strict=True):
         if table is not None:
             along: tuple[Axis, ...] = ("batch", axis)[2 - table.dim() :]
             limits += of_table("logical_to_physical", name, table, *along)
 
     if kind_of_mod(mod) == "score_mod":
         moved = on_positions(
+            "logical_to_physical",
             mod,
             lambda b, q_idx, kv_idx: tuple(x.clamp(min=0) for x in logical(b, q_idx, kv_idx)),
         )

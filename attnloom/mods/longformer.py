@@ -29,11 +29,11 @@ def longformer(window_left: int, is_global: Tensor, window_right: int | None = N
     name = "longformer"
     left = read_size(name, "window_left", window_left)
     right = left if window_right is None else read_size(name, "window_right", window_right)
-    flags = read_flags(name, "is_global", is_global)
-    batched = flags.dim() == 2
+    is_global = read_flags(name, "is_global", is_global)
+    batched = is_global.dim() == 2
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        row = flags[b] if batched else flags
+        row = is_global[b] if batched else is_global
         distance = q_idx - kv_idx
         return ((distance >= -right) & (distance <= left)) | row[q_idx] | row[kv_idx]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from inspect import CO_VARARGS
 from typing import Any
@@ -12,13 +13,14 @@ from attnloom.block_mask import BlockMask
 from attnloom.errors import ModError
 from attnloom.masking.extent import limited, limits_of
 from attnloom.tools.target import kind_of
+from attnloom.trace.names import known_as, mod_name
 
 Mod = Callable[..., Any]
 
 
 def kind_of_mod(mod: Mod) -> str:
     """ "mask_mod" or "score_mod". Raises ModError for anything else."""
-    return kind_of(mod, getattr(mod, "__name__", type(mod).__name__))
+    return kind_of(mod, mod_name(mod))
 
 
 def check_functions(factory: str, mods: Sequence[Mod], what: str) -> None:
@@ -37,19 +39,19 @@ def check_kinds(factory: str, mods: Sequence[Mod], kind: str) -> None:
     for place, mod in enumerate(mods):
         if not _takes_any(mod) and kind_of_mod(mod) != kind:
             raise ModError(
-                f"{factory}: argument {place} is {getattr(mod, '__qualname__', mod)!r}, a "
+                f"{factory}: argument {place} is {mod_name(mod)!r}, a "
                 f"{kind_of_mod(mod)}; every argument must be a {kind}."
             )
 
 
 def _takes_any(mod: Mod) -> bool:
     """Whether it takes any number of arguments, and so is of either kind."""
-    code = getattr(mod, "__code__", None)
+    code = getattr(inspect.unwrap(mod), "__code__", None)
     return code is not None and not code.co_argcount and bool(code.co_flags & CO_VARARGS)
 
 
-def on_positions(mod: Mod, place: Callable[..., tuple[Tensor, ...]]) -> Mod:
-    """The mod at (b, q_idx, kv_idx) = place(b, q_idx, kv_idx)."""
+def on_positions(factory: str, mod: Mod, place: Callable[..., tuple[Tensor, ...]]) -> Mod:
+    """The mod at (b, q_idx, kv_idx) = place(b, q_idx, kv_idx), made by a factory."""
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         entry, query, key = place(b, q_idx, kv_idx)
@@ -60,4 +62,4 @@ def on_positions(mod: Mod, place: Callable[..., tuple[Tensor, ...]]) -> Mod:
         return mod(score, entry, h, query, key)
 
     moved = mask_mod if kind_of_mod(mod) == "mask_mod" else score_mod
-    return limited(moved, *limits_of(mod, axes=("batch", "heads")))
+    return limited(known_as(moved, factory), *limits_of(mod, axes=("batch", "heads")))

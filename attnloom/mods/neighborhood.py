@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnloom.errors import ModError
+from attnloom.errors import ModError, counted
 from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import read_canvas, read_sizes
@@ -56,8 +56,8 @@ def neighborhood(
     causal = (is_causal,) * len(sizes) if isinstance(is_causal, bool) else tuple(is_causal)
     if len(causal) != len(sizes):
         raise ModError(
-            f"{name}: is_causal is {is_causal}; the canvas has {len(sizes)} axes. Give one flag "
-            "for every axis, or a single one for all."
+            f"{name}: is_causal is {is_causal}; the canvas has {counted(len(sizes), 'axis')}. Give "
+            "one flag for every axis, or a single one for all."
         )
     axes = [_Axis(*axis) for axis in zip(sizes, kernels, steps, causal, strict=True)]
     for axis in axes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnloom.masking.extent import limited, limits_of
 from attnloom.mods.arguments import read_integers
+from attnloom.mods.extent import of_table
 from attnloom.mods.mod_kinds import Mod, on_positions
 
 
@@ -23,15 +25,21 @@ def offset(mod: Mod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> Mod
     Raises:
         ModError: mod is neither. DtypeError, ShapeError: an offset is not an integer.
     """
-    by_query, by_key = (
-        value if isinstance(value, int) else read_integers(name, value, 0, 1)
+    q_offset, kv_offset = (
+        value if isinstance(value, int) else read_integers("offset", name, value, 0, 1)
         for name, value in (("q_offset", q_offset), ("kv_offset", kv_offset))
     )
 
     def move(by: int | Tensor, b: Tensor, index: Tensor) -> Tensor:
         return index + (by[b] if isinstance(by, Tensor) and by.dim() else by)
 
-    return on_positions(
+    moved = on_positions(
+        "offset",
         mod,
-        lambda b, q_idx, kv_idx: (b, move(by_query, b, q_idx), move(by_key, b, kv_idx)),
+        lambda b, q_idx, kv_idx: (b, move(q_offset, b, q_idx), move(kv_offset, b, kv_idx)),
     )
+    limits = limits_of(moved)
+    for name, by in (("q_offset", q_offset), ("kv_offset", kv_offset)):
+        if isinstance(by, Tensor) and by.dim():
+            limits += of_table("offset", name, by, "batch")
+    return limited(moved, *limits)

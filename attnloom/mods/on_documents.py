@@ -15,6 +15,7 @@ from attnloom.mods.arguments import Integers, read_integers
 from attnloom.mods.extent import of_tokens
 from attnloom.mods.logical_to_physical import logical_to_physical
 from attnloom.mods.mod_kinds import Mod, kind_of_mod, on_positions
+from attnloom.trace.names import known_as
 
 
 def on_documents(
@@ -42,23 +43,26 @@ def on_documents(
         given = "neither is given" if ids is None else "both are given"
         raise OptionError(f"on_documents: {given}; exactly one of cu_seqlens and ids must be.")
     if ids is not None:
-        rows = read_integers("ids", ids, 1, 2)
+        rows = read_integers("on_documents", "ids", ids, 1, 2)
         found = documents_of(*(rows if rows.dim() == 2 else rows[None],) * 2)
         limits = [*of_tokens("on_documents", "ids", rows), *limits_of(mod, axes=("batch", "heads"))]
         if kind == "mask_mod":
-            return limited(document_mod(found, mod), *limits)
+            return limited(known_as(document_mod(found, mod), "on_documents"), *limits)
         ranks = found.rank_q if rows.dim() == 2 else found.rank_q[0]
         return limited(logical_to_physical(mod, ranks), *limits)
-    cu = read_integers("cu_seqlens", cu_seqlens, 1)  # type: ignore[arg-type]
-    check_cumulative("cu_seqlens", cu)
+    cu = read_integers("on_documents", "cu_seqlens", cu_seqlens, 1)  # type: ignore[arg-type]
+    check_cumulative("on_documents: cu_seqlens", cu)
     length = int(cu[-1]) if cu.numel() else 0
     ranges, tables = packed_documents(cu, cu, (length + (kind == "mask_mod"), length), causal=False)
     if kind == "mask_mod":
-        return limited(packed_mod(ranges, tables, mod), *limits_of(mod, axes=("heads",)))
+        moved = known_as(packed_mod(ranges, tables, mod), "on_documents")
+        return limited(moved, *limits_of(mod, axes=("heads",)))
     number, first, _ = tables
     number, first = number.int(), first.int()
     moved = on_positions(
-        mod, lambda b, q_idx, kv_idx: (number[q_idx], q_idx - first[q_idx], kv_idx - first[kv_idx])
+        "on_documents",
+        mod,
+        lambda b, q_idx, kv_idx: (number[q_idx], q_idx - first[q_idx], kv_idx - first[kv_idx]),
     )
     # b is the number of a document there: limits on the batch are not the call's.
     return limited(moved, *limits_of(mod, axes=("heads",)))

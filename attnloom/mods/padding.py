@@ -23,13 +23,13 @@ def right_padding(lengths: Integers) -> MaskMod:
         DtypeError, ShapeError: lengths are not [B] integers.
     Source: the key padding mask of Vaswani et al. 2017, arXiv:1706.03762, in every implementation.
     """
-    stop = read_integers("lengths", lengths, 1)
-    check_values("right_padding", "lengths", stop, stop >= 0, "a length is 0 or more")
+    lengths = read_integers("right_padding", "lengths", lengths, 1)
+    check_values("right_padding", "lengths", lengths, lengths >= 0, "a length is 0 or more")
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx < stop[b]
+        return kv_idx < lengths[b]
 
-    return limited(mask_mod, *of_table("right_padding", "lengths", stop, "batch"))
+    return limited(mask_mod, *of_table("right_padding", "lengths", lengths, "batch"))
 
 
 def left_padding(num_padding: Integers) -> MaskMod:
@@ -46,13 +46,15 @@ def left_padding(num_padding: Integers) -> MaskMod:
         DtypeError, ShapeError: num_padding is not [B] integers.
     Source: as `right_padding`.
     """
-    start = read_integers("num_padding", num_padding, 1)
-    check_values("left_padding", "num_padding", start, start >= 0, "padding is 0 tokens or more")
+    num_padding = read_integers("left_padding", "num_padding", num_padding, 1)
+    check_values(
+        "left_padding", "num_padding", num_padding, num_padding >= 0, "padding is 0 tokens or more"
+    )
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx >= start[b]
+        return kv_idx >= num_padding[b]
 
-    return limited(mask_mod, *of_table("left_padding", "num_padding", start, "batch"))
+    return limited(mask_mod, *of_table("left_padding", "num_padding", num_padding, "batch"))
 
 
 def key_padding(attention_mask: Tensor) -> MaskMod:
@@ -69,11 +71,13 @@ def key_padding(attention_mask: Tensor) -> MaskMod:
         ModError: attention_mask is no such tensor.
     Source: as `right_padding`.
     """
-    kept = read_flags("key_padding", "attention_mask", attention_mask)
-    batched = kept.dim() == 2
+    attention_mask = read_flags("key_padding", "attention_mask", attention_mask)
+    batched = attention_mask.dim() == 2
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kept[b, kv_idx] if batched else kept[kv_idx]
+        return attention_mask[b, kv_idx] if batched else attention_mask[kv_idx]
 
     leading: tuple[Axis, ...] = ("batch",) if batched else ()
-    return limited(mask_mod, *of_table("key_padding", "attention_mask", kept, *leading, "KV_LEN"))
+    return limited(
+        mask_mod, *of_table("key_padding", "attention_mask", attention_mask, *leading, "KV_LEN")
+    )

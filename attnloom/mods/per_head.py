@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnloom.errors import ModError
+from attnloom.errors import ModError, counted
 from attnloom.masking.extent import Limit, limited, limits_of
 from attnloom.mods.arguments import read_integers
 from attnloom.mods.mod_kinds import Mod, check_functions, check_kinds, kind_of_mod
@@ -34,31 +34,31 @@ def per_head(*mods: Mod, heads: Sequence[int] | Tensor | None = None) -> Mod:
     check_functions("per_head", mods, "mod")
     kind = kind_of_mod(mods[0])
     check_kinds("per_head", mods, kind)
-    chosen = read_integers("heads", range(len(mods)) if heads is None else heads, 1)
-    wrong = chosen[(chosen < 0) | (chosen >= len(mods))]
+    named = "mods" if heads is None else "heads"
+    heads = read_integers("per_head", "heads", range(len(mods)) if heads is None else heads, 1)
+    wrong = heads[(heads < 0) | (heads >= len(mods))]
     if wrong.numel():
         raise ModError(
-            f"per_head: heads names mod {int(wrong[0])}, and there are {len(mods)}; valid are 0 to "
-            f"{len(mods) - 1}."
+            f"per_head: heads names mod {int(wrong[0])} of {counted(len(mods), 'mod')}; valid are "
+            f"0 to {len(mods) - 1}."
         )
     if len(mods) == 1:
         return mods[0]
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        number = chosen[h]
+        number = heads[h]
         kept = mods[-1](b, h, q_idx, kv_idx)
         for place, mod in enumerate(mods[:-1]):
             kept = torch.where(number == place, mod(b, h, q_idx, kv_idx), kept)
         return kept
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        number = chosen[h]
+        number = heads[h]
         found = mods[-1](score, b, h, q_idx, kv_idx)
         for place, mod in enumerate(mods[:-1]):
             found = torch.where(number == place, mod(score, b, h, q_idx, kv_idx), found)
         return found
 
-    name = "mods" if heads is None else "heads"
-    source = f"per_head: {name} has {chosen.numel()} elements"
-    limits = [Limit("heads", chosen.numel(), False, source), *limits_of(*mods)]
+    source = f"per_head: {named} has {counted(heads.numel(), 'element')}"
+    limits = [Limit("heads", heads.numel(), False, source), *limits_of(*mods)]
     return limited(mask_mod if kind == "mask_mod" else score_mod, *limits)

@@ -8,6 +8,7 @@ from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, check_values, read_integers, read_size
 from attnloom.mods.extent import of_table
+from attnloom.trace.names import known_as
 
 
 def prefix_lm(prefix_length: int | Integers) -> MaskMod:
@@ -23,22 +24,23 @@ def prefix_lm(prefix_length: int | Integers) -> MaskMod:
         ModError: a single length is negative. DtypeError, ShapeError: lengths are not [B] integers.
     Source: Raffel et al. 2020 (T5), arXiv:1910.10683, sec. 3.2.1.
     """
+    name = "prefix_lm"
     if isinstance(prefix_length, int):
-        length = read_size("prefix_lm", "prefix_length", prefix_length)
-        by_batch = None
-    else:
-        length, by_batch = 0, read_integers("prefix_length", prefix_length, 0, 1)
-    if by_batch is not None:
-        check_values("prefix_lm", "prefix_length", by_batch, by_batch >= 0, "a length is 0 or more")
-    batched = by_batch is not None and by_batch.dim() == 1
+        return _one_length(read_size(name, "prefix_length", prefix_length))
+    prefix_length = read_integers(name, "prefix_length", prefix_length, 0, 1)
+    valid = prefix_length >= 0
+    check_values(name, "prefix_length", prefix_length, valid, "a length is 0 or more")
+    if prefix_length.dim() == 0:
+        return _one_length(prefix_length)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if by_batch is None:
-            stop = length
-        else:
-            stop = by_batch[b] if batched else by_batch
-        return (kv_idx < stop) | (q_idx >= kv_idx)
+        return (kv_idx < prefix_length[b]) | (q_idx >= kv_idx)
 
-    if by_batch is None or not batched:
-        return mask_mod
-    return limited(mask_mod, *of_table("prefix_lm", "prefix_length", by_batch, "batch"))
+    return limited(mask_mod, *of_table(name, "prefix_length", prefix_length, "batch"))
+
+
+def _one_length(prefix_length: int | Tensor) -> MaskMod:
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx < prefix_length) | (q_idx >= kv_idx)
+
+    return known_as(mask_mod, "prefix_lm.mask_mod")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
-from attnloom.errors import ShapeError
+from attnloom.errors import ShapeError, counted
 from attnloom.masking.extent import limited
 from attnloom.mods.arguments import check_floats
 from attnloom.mods.extent import of_table
@@ -30,8 +30,8 @@ def relative_bias(table: Tensor) -> ScoreMod:
     reach, even = divmod(table.shape[1] - 1, 2)
     if even or reach < 0:
         raise ShapeError(
-            f"relative_bias: table has {table.shape[1]} columns; it must have 2 * M + 1, for the "
-            "distances -M to M."
+            f"relative_bias: table has {counted(table.shape[1], 'column')}; it must have 2 * M + "
+            "1, for the distances -M to M."
         )
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

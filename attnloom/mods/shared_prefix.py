@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnloom.errors import ModError
+from attnloom.errors import ModError, counted
 from attnloom.masking.known_masks import check_cumulative, packed_documents
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers, read_size
@@ -29,13 +29,13 @@ def shared_prefix(prefix_length: int, cu_seqlens: Integers) -> MaskMod:
     """
     name = "shared_prefix"
     prefix_length = read_size(name, "prefix_length", prefix_length)
-    cu = read_integers("cu_seqlens", cu_seqlens, 1)
+    cu = read_integers(name, "cu_seqlens", cu_seqlens, 1)
     if cu.numel() < 2:
         raise ModError(
-            f"{name}: cu_seqlens has {cu.numel()} elements; it must hold 0 and the end of each "
-            "document. Without documents, use causal_mask."
+            f"{name}: cu_seqlens has {counted(cu.numel(), 'element')}; it must hold 0 and the end "
+            "of each document. Without documents, use causal_mask."
         )
-    check_cumulative("cu_seqlens", cu)
+    check_cumulative(f"{name}: cu_seqlens", cu)
     length = int(cu[-1])
     _, (_, first, _) = packed_documents(cu, cu, (length, length), causal=False)
     # The prefix is causal in itself; one more token, beyond the last, belongs to no document.

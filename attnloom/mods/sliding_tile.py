@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
-from attnloom.mods.arguments import read_canvas, read_odd, read_sizes
+from attnloom.mods.arguments import axis_name, read_canvas, read_odd, read_sizes
 from attnloom.mods.extent import of_canvas
 from attnloom.mods.neighborhood import positions_in
 from attnloom.mods.token_order import TokenOrder, tiled_order
@@ -40,7 +40,9 @@ def sliding_tile(canvas: Any, tile: Any, window: Any, order: TokenOrder | None =
     sides = read_sizes(name, "tile", tile, len(sizes))
     windows = read_sizes(name, "window", window, len(sizes))
     counts = [-(-size // side) for size, side in zip(sizes, sides, strict=True)]
-    reach = [read_odd(name, "window", w) // 2 for w in windows]
+    reach = [
+        read_odd(name, axis_name("window", window, axis), w) // 2 for axis, w in enumerate(windows)
+    ]
     positions = positions_in(name, sizes, order or tiled_order(sizes, sides))
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
-from attnloom.errors import ModError, ShapeError
+from attnloom.errors import ModError, ShapeError, counted
 from attnloom.masking.arguments import shown
 from attnloom.masking.extent import limited
 from attnloom.masking.views import MaskMod
@@ -71,7 +71,7 @@ def swin_bias(canvas: Any, window: Any, table: Tensor) -> ScoreMod:
     if table.shape[0] != rows:
         raise ShapeError(
             f"{name}: table has shape {list(table.shape)}; a window of {tall} x {wide} needs "
-            f"{rows} rows, (2 * {tall} - 1) * (2 * {wide} - 1)."
+            f"{counted(rows, 'row')}, (2 * {tall} - 1) * (2 * {wide} - 1)."
         )
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

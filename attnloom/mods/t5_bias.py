@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnloom.api.attention import ScoreMod
-from attnloom.errors import ModError
+from attnloom.errors import ModError, counted
 from attnloom.masking.extent import Limit, limited
 from attnloom.mods.arguments import check_floats, read_size
 
@@ -54,8 +54,9 @@ def t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> Tens
     exact = side // 2  # the first half of a side: one bucket a distance
     if exact < 1 or max_distance <= exact:
         raise ModError(
-            f"t5_bias: table has {num_buckets} buckets and max_distance is {max_distance}; a side "
-            "needs at least 2 buckets, and max_distance must exceed half of them."
+            f"t5_bias: table has {counted(num_buckets, 'bucket')} and max_distance is "
+            f"{max_distance}; a side needs at least 2 buckets, and max_distance must exceed half "
+            "of them."
         )
     distance = torch.arange(-max_distance, max_distance + 1)
     size = distance.abs() if bidirectional else (-distance).clamp(min=0)

@@ -33,15 +33,15 @@ def token_tree(parents: Integers, prefix_length: int | Integers = 0) -> MaskMod:
     Source: Miao et al. 2023 (SpecInfer), arXiv:2305.09781; Cai et al. 2024 (Medusa),
         arXiv:2401.10774; Li et al. 2024 (EAGLE), arXiv:2401.15077.
     """
-    tree = read_integers("parents", parents, 1, 2)
+    tree = read_integers("token_tree", "parents", parents, 1, 2)
     batched = tree.dim() == 2
     rows = [walk(row) for row in (tree if batched else tree[None]).tolist()]
     enter, leave = (torch.tensor(side, dtype=torch.int32) for side in zip(*rows, strict=True))
     enter, leave = (t.to(tree.device) if batched else t[0].to(tree.device) for t in (enter, leave))
-    prefix, count = _read_prefix("token_tree", prefix_length), tree.shape[-1]
+    prefix_length, count = _read_prefix("token_tree", prefix_length), tree.shape[-1]
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        start = prefix[b] if isinstance(prefix, Tensor) else prefix
+        start = prefix_length[b] if isinstance(prefix_length, Tensor) else prefix_length
         node = kv_idx - start
         query = enter[b, q_idx] if batched else enter[q_idx]
         key = node.clamp(min=0)
@@ -50,7 +50,7 @@ def token_tree(parents: Integers, prefix_length: int | Integers = 0) -> MaskMod:
 
     leading: tuple[Axis, ...] = ("batch",) if batched else ()
     limits = of_table("token_tree", "parents", tree, *leading, "Q_LEN")
-    return limited(mask_mod, *limits, *_prefix_limits("token_tree", prefix))
+    return limited(mask_mod, *limits, *_prefix_limits("token_tree", prefix_length))
 
 
 def token_tree_from_bits(bits: Tensor, prefix_length: int | Integers = 0) -> MaskMod:
@@ -69,27 +69,27 @@ def token_tree_from_bits(bits: Tensor, prefix_length: int | Integers = 0) -> Mas
             dimensions.
     Source: as `token_tree`; packed masks as in FlashInfer's and SGLang's custom masks.
     """
-    words = read_integers("bits", bits, 2, 3)
-    width = 8 * words.element_size()
-    batched = words.dim() == 3
+    bits = read_integers("token_tree_from_bits", "bits", bits, 2, 3)
+    width = 8 * bits.element_size()
+    batched = bits.dim() == 3
     # 2^63 does not fit in int64, its two's complement does.
     powers = [1 << i if i < 63 else -(1 << 63) for i in range(width)]
-    if words.dtype is not torch.uint8:
+    if bits.dtype is not torch.uint8:
         powers[-1] = -(1 << (width - 1))
-    power = torch.tensor(powers, dtype=words.dtype, device=words.device)
-    prefix = _read_prefix("token_tree_from_bits", prefix_length)
-    count = width * words.shape[-1]
+    power = torch.tensor(powers, dtype=bits.dtype, device=bits.device)
+    prefix_length = _read_prefix("token_tree_from_bits", prefix_length)
+    count = width * bits.shape[-1]
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        start = prefix[b] if isinstance(prefix, Tensor) else prefix
+        start = prefix_length[b] if isinstance(prefix_length, Tensor) else prefix_length
         node = kv_idx - start
         at = (q_idx, node // width)
-        word = words[(b, *at)] if batched else words[at]
+        word = bits[(b, *at)] if batched else bits[at]
         return (node < 0) | ((node < count) & ((word & power[node % width]) != 0))
 
     leading: tuple[Axis, ...] = ("batch",) if batched else ()
-    limits = of_table("token_tree_from_bits", "bits", words, *leading, "Q_LEN", None)
-    return limited(mask_mod, *limits, *_prefix_limits("token_tree_from_bits", prefix))
+    limits = of_table("token_tree_from_bits", "bits", bits, *leading, "Q_LEN", None)
+    return limited(mask_mod, *limits, *_prefix_limits("token_tree_from_bits", prefix_length))
 
 
 def ancestor_bits(parents: Integers) -> Tensor:
@@ -102,7 +102,7 @@ def ancestor_bits(parents: Integers) -> Tensor:
     Raises:
         ModError, DtypeError, ShapeError: as `token_tree`.
     """
-    tree = read_integers("parents", parents, 1, 2)
+    tree = read_integers("ancestor_bits", "parents", parents, 1, 2)
     rows = [walk(row) for row in (tree if tree.dim() == 2 else tree[None]).tolist()]
     enter, leave = (torch.tensor(side).to(tree.device) for side in zip(*rows, strict=True))
     query = enter[:, :, None]
@@ -138,7 +138,7 @@ def walk(parents: list[int]) -> tuple[list[int], list[int]]:
 def _read_prefix(factory: str, prefix_length: int | Integers) -> int | Tensor:
     if isinstance(prefix_length, int):
         return read_size(factory, "prefix_length", prefix_length)
-    return read_integers("prefix_length", prefix_length, 1)
+    return read_integers(factory, "prefix_length", prefix_length, 1)
 
 
 def _prefix_limits(factory: str, prefix: int | Tensor) -> list[Limit]:

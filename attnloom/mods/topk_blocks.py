@@ -38,7 +38,7 @@ def topk_blocks(block_scores: Tensor, k: int, block_size: int) -> MaskMod:
     best = scores.topk(count, dim=-1)
     live = torch.zeros_like(scores, dtype=torch.bool)
     live.scatter_(-1, best.indices, best.values > -torch.inf)
-    return block_table_mod(live, block_size)
+    return block_table_mod(name, live, block_size)
 
 
 def selected_blocks(indices: Integers, kv_len: int, block_size: int) -> MaskMod:
@@ -57,11 +57,11 @@ def selected_blocks(indices: Integers, kv_len: int, block_size: int) -> MaskMod:
     Source: as `topk_blocks`.
     """
     name = "selected_blocks"
-    chosen = read_integers("indices", indices, 2, 3, 4).long()
+    chosen = read_integers(name, "indices", indices, 2, 3, 4).long()
     block_size = read_size(name, "block_size", block_size, 1)
     num_blocks = max(1, -(-read_size(name, "kv_len", kv_len) // block_size))
     # One more column takes what is not a block, and is cut off.
     outside = (chosen < 0) | (chosen >= num_blocks)
     live = torch.zeros((*chosen.shape[:-1], num_blocks + 1), dtype=torch.bool, device=chosen.device)
     live.scatter_(-1, chosen.masked_fill(outside, num_blocks), True)
-    return block_table_mod(live[..., :num_blocks], block_size)
+    return block_table_mod(name, live[..., :num_blocks], block_size)

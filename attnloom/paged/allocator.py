@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attnloom.errors import OptionError, OutOfPagesError
+from attnloom.errors import OptionError, OutOfPagesError, counted
 
 
 class PageAllocator:
@@ -39,8 +39,9 @@ class PageAllocator:
         """
         if count > len(self._free):
             raise OutOfPagesError(
-                f"{count} pages are needed and {len(self._free)} of {self.num_pages} are free. "
-                "Free a sequence, or make the cache with more pages; nothing was changed."
+                f"{counted(count, 'page', 'are')} needed and {len(self._free)} of {self.num_pages} "
+                "are free. Free a sequence, or make the cache with more pages; nothing was "
+                "changed."
             )
         start = len(self._free) - count
         taken = self._free[start:]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attnloom.errors import OptionError, ShapeError
+from attnloom.errors import OptionError, ShapeError, counted
 from attnloom.paged.book import DROPPED
 from attnloom.paged.staged import StagedInts
 from attnloom.paged.table import PagedKV, PageTable
@@ -77,15 +77,16 @@ class PagedBatch:
         """
         if len(sequences) > self.size or len(counts) != len(sequences):
             raise ShapeError(
-                f"{len(sequences)} sequences and {len(counts)} counts for a batch of {self.size}; "
-                "one count each, and no more sequences than that."
+                f"{counted(len(sequences), 'sequence')} and {counted(len(counts), 'count')} for a "
+                f"batch of {self.size}; one count each, and no more sequences than that."
             )
         lengths = [self.cache.length(sequence) for sequence in sequences]
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
             if not 0 <= count <= min(length, self.q_len) or length > self.table.max_length:
                 raise ShapeError(
-                    f"sequence {sequence} has {length} tokens, {count} of them queries; this batch "
-                    f"takes {self.q_len} queries and {self.table.max_length} tokens a sequence."
+                    f"sequence {sequence} has {counted(length, 'token')}, {count} of them queries; "
+                    f"this batch takes {counted(self.q_len, 'query')} and "
+                    f"{counted(self.table.max_length, 'token')} a sequence."
                 )
         staging = self._staged.staging()
         into = staging.arrays

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnloom.errors import OptionError, ShapeError
+from attnloom.errors import OptionError, ShapeError, counted
 from attnloom.paged.allocator import PageAllocator
 
 DROPPED = -1  # in place of a page that was freed because no window reaches it any more
@@ -71,7 +71,7 @@ class PageBook:
         entries = [self._entry(s) for s in sequences]
         for sequence, count in zip(sequences, counts, strict=True):
             if count < 0:
-                raise ShapeError(f"sequence {sequence} is extended by {count} tokens; 0 or more.")
+                raise ShapeError(f"sequence {sequence} is extended by {count}; 0 tokens or more.")
         owners, needed = self.allocator.owners, 0
         unshared: list[tuple[_Entry, int]] = []
         claims: dict[int, int] = {}
@@ -104,8 +104,8 @@ class PageBook:
         length = entry.length if length is None else length
         if not 0 <= length <= entry.length:
             raise ShapeError(
-                f"sequence {sequence} has {entry.length} tokens; a fork of its first {length} does "
-                "not exist."
+                f"sequence {sequence} has {counted(entry.length, 'token')}; a fork of its first "
+                f"{length} does not exist."
             )
         self._check_kept(sequence, length)
         pages = entry.pages[: self._num_pages(length)]
@@ -118,7 +118,8 @@ class PageBook:
         entry = self._entry(sequence)
         if not 0 <= length <= entry.length:
             raise ShapeError(
-                f"sequence {sequence} has {entry.length} tokens; it cannot be cut to {length}."
+                f"sequence {sequence} has {counted(entry.length, 'token')}; it cannot be cut to "
+                f"{length}."
             )
         self._check_kept(sequence, length)
         kept = self._num_pages(length)
@@ -135,8 +136,8 @@ class PageBook:
         entry = self._entry(sequence)
         if not 0 <= position <= entry.length:
             raise ShapeError(
-                f"sequence {sequence} has {entry.length} tokens; position {position} is not one of "
-                "them."
+                f"sequence {sequence} has {counted(entry.length, 'token')}; position {position} is "
+                "not one of them."
             )
         places = range(position // self.page_size)
         gone = [entry.pages[i] for i in places if entry.pages[i] != DROPPED]
@@ -213,7 +214,8 @@ class PageBook:
         if offset and self._entry(sequence).pages[place] == DROPPED:
             raise ShapeError(
                 f"sequence {sequence} dropped the page of token {length - 1}; it cannot go on from "
-                f"its first {length} tokens. Drop pages only as far back as it may be cut."
+                f"its first {counted(length, 'token')}. Drop pages only as far back as it may be "
+                "cut."
             )
 
     def _add(self, entry: _Entry) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import OptionError, ShapeError
+from attnloom.errors import OptionError, ShapeError, counted
 from attnloom.paged.batch import PagedBatch
 from attnloom.paged.book import PageBook
 from attnloom.paged.table import PagedKV, check_page_size
@@ -186,8 +186,8 @@ class PagedKVCache:
             want = (len(sequences), stored.size(1), n, stored.size(3))
             if tuple(new.shape) != want:
                 raise ShapeError(
-                    f"{name} is {list(new.shape)}; {len(sequences)} sequences of this cache take "
-                    f"{list(want)}."
+                    f"{name} is {list(new.shape)}; {counted(len(sequences), 'sequence')} of this "
+                    f"cache take {list(want)}."
                 )
         batch = self.extend(sequences, n if counts is None else counts, n)
         batch.write(key, value)
@@ -302,10 +302,10 @@ class PagedKVCache:
         )
         if not same_pages or any(new.shape[1:] != old.shape[1:] for old, new in pairs):
             raise ShapeError(
-                f"the state has {book.allocator.num_pages} pages of {book.page_size} tokens and "
-                f"{len(state['keys'])} layers of {list(state['keys'][0].shape[1:])}; this cache "
-                f"{self.book.allocator.num_pages} of {self.page_size} and {self.num_layers} of "
-                f"{list(self.keys[0].shape[1:])}."
+                f"the state has {counted(book.allocator.num_pages, 'page')} of "
+                f"{counted(book.page_size, 'token')} and {counted(len(state['keys']), 'layer')} of "
+                f"{list(state['keys'][0].shape[1:])}; this cache {self.book.allocator.num_pages} "
+                f"of {self.page_size} and {self.num_layers} of {list(self.keys[0].shape[1:])}."
             )
         for stored, saved in pairs:
             stored[index] = saved.to(stored)
@@ -319,7 +319,8 @@ class PagedKVCache:
 
     def _check_counts(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         if len(counts) != len(sequences):
-            raise ShapeError(f"{len(sequences)} sequences, but {len(counts)} counts; one each.")
+            given = f"{counted(len(sequences), 'sequence')}, but {counted(len(counts), 'count')}"
+            raise ShapeError(f"{given}; one each.")
 
     def _copy(self, pages: list[tuple[int, int]]) -> None:
         """Copy whole pages of every layer; none is both read and written."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError
+from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, counted
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 1 << 20
 
@@ -55,9 +55,9 @@ class PageTable:
                 _check_tensor(name, tensor, rank, self.lengths)
         if self.pages is not None and self.max_length > self.pages.size(1) * self.page_size:
             raise ShapeError(
-                f"max_length is {self.max_length}, but {self.pages.size(1)} pages of "
-                f"{self.page_size} tokens hold {self.pages.size(1) * self.page_size}. Give pages "
-                "more columns."
+                f"max_length is {self.max_length}, but {counted(self.pages.size(1), 'page')} of "
+                f"{counted(self.page_size, 'token')} hold {self.pages.size(1) * self.page_size}. "
+                "Give pages more columns."
             )
 
     @property

@@ -9,7 +9,7 @@ from attnloom.errors import ModError
 from attnloom.masking.arguments import read_int
 from attnloom.plots.cells import Kind, tile_colours, tile_kinds, tile_spans
 from attnloom.plots.panels import Labels, draw_image, key_of_kinds, label_axes, panels, rule
-from attnloom.plots.region import Heads, Region, Span, read_heads, read_span
+from attnloom.plots.region import Heads, Region, Span, check_tokens, read_heads, read_span
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,8 @@ def plot_block_map(
     Returns:
         matplotlib Figure. More than 1,024 tiles a side are averaged.
     Raises:
-        ModError: it is no BlockMask. ShapeError: a head, batch entry or range is not in the mask.
+        ModError: it is no BlockMask. ShapeError: a head, batch entry or range is not in the mask,
+            or it has no tokens.
         UnsupportedError: matplotlib is not installed.
     """
     if not isinstance(block_mask, BlockMask):
@@ -48,6 +49,7 @@ def plot_block_map(
             f"plot_block_map draws a BlockMask, got {type(block_mask).__name__}. Make one with "
             "create_block_mask, or draw a mask_mod with plot_mask."
         )
+    check_tokens(block_mask)
     rows, columns = block_mask.seq_lengths
     asked = Region(
         read_int("batch", batch),

@@ -54,8 +54,8 @@ def token_kinds(
         )
     offsets = (region.batch, head, region.q[0], region.kv[0])
     device = torch.device("cpu") if block_mask is None else block_mask.device
-    there = functools.partial(_shifted, mask_mod, offsets)
-    kept = mask_tokens(there, (1, 1, rows, columns), _device_of(mask_mod, device))[0, 0]
+    there = functools.partial(seen_from, mask_mod, offsets)
+    kept = mask_tokens(there, (1, 1, rows, columns), device_of(mask_mod, device))[0, 0]
     kept = kept.cpu().numpy()
     if block_mask is None:
         return np.where(kept, Kind.FULL, Kind.EMPTY).astype(np.uint8)
@@ -72,7 +72,7 @@ def tile_kinds(block_mask: BlockMask, region: Region, head: int) -> np.ndarray:
     """[rows, columns] uint8 of Kind for the tiles that a region touches."""
     (top, bottom), (left, right) = tile_spans(block_mask, region)
     kinds = np.zeros((bottom - top, right - left), dtype=np.uint8)
-    rows, columns, partial = _live_tiles(block_mask, region, head)
+    rows, columns, partial = live_tiles(block_mask, region, head)
     kinds[rows, columns] = np.where(partial, Kind.PARTIAL, Kind.FULL)
     return kinds
 
@@ -83,9 +83,9 @@ def tile_colours(block_mask: BlockMask, region: Region, head: int) -> np.ndarray
     size = (bottom - top, right - left)
     steps = tuple(-(-n // MAX_CELLS) for n in size)
     cells = tuple(-(-n // step) for n, step in zip(size, steps, strict=True))
-    rows, columns, partial = _live_tiles(block_mask, region, head)
+    rows, columns, partial = live_tiles(block_mask, region, head)
     at = rows // steps[0] * cells[1] + columns // steps[1]
-    area = np.multiply.outer(*(_lengths(n, step) for n, step in zip(size, steps, strict=True)))
+    area = np.multiply.outer(*(run_lengths(n, step) for n, step in zip(size, steps, strict=True)))
     shares = np.zeros((4, *cells))
     for kind, chosen in ((Kind.PARTIAL, partial), (Kind.FULL, ~partial)):
         counts = np.bincount(at[chosen], minlength=cells[0] * cells[1]).reshape(cells)
@@ -110,12 +110,12 @@ def colours_of(kinds: np.ndarray) -> np.ndarray:
             starts = np.arange(0, image.shape[axis], step)
             shape = [1, 1, 1]
             shape[axis] = -1
-            widths = _lengths(image.shape[axis], step).reshape(shape)
+            widths = run_lengths(image.shape[axis], step).reshape(shape)
             image = np.add.reduceat(image, starts, axis=axis) / widths
     return image
 
 
-def _live_tiles(
+def live_tiles(
     block_mask: BlockMask, region: Region, head: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row, column and partial flag of each live tile that a region touches, from its corner."""
@@ -132,17 +132,18 @@ def _live_tiles(
     return rows[inside], columns[inside] - left, (entries[inside] & 1).astype(bool)
 
 
-def _lengths(size: int, step: int) -> np.ndarray:
+def run_lengths(size: int, step: int) -> np.ndarray:
     """How many of `size` things fall into each run of `step`."""
     starts = np.arange(0, size, step)
     return np.minimum(step, size - starts)
 
 
-def _device_of(mask_mod: MaskMod, default: torch.device) -> torch.device:
+def device_of(mask_mod: MaskMod, default: torch.device) -> torch.device:
+    """Where what a mask_mod captures lies."""
     return next((t.device for t in captured_tensors(mask_mod)), default)
 
 
-def _shifted(
+def seen_from(
     mask_mod: MaskMod,
     offsets: tuple[int, int, int, int],
     b: torch.Tensor,

@@ -13,9 +13,18 @@ from attnloom.errors import ShapeError
 from attnloom.masking.arguments import read_int
 from attnloom.masking.captures import captured_tensors
 from attnloom.masking.views import MaskMod
-from attnloom.plots.cells import Kind, colours_of, token_kinds
+from attnloom.plots.cells import Kind
 from attnloom.plots.panels import draw_image, key_of_kinds, label_axes, panels, read_labels, rule
-from attnloom.plots.region import Heads, Region, Span, check_inside, read_heads, read_span
+from attnloom.plots.reduced import token_colours
+from attnloom.plots.region import (
+    Heads,
+    Region,
+    Span,
+    check_inside,
+    check_tokens,
+    read_heads,
+    read_span,
+)
 from attnloom.tools.lengths import axis_lengths
 from attnloom.trace.tracer import trace_mask
 
@@ -63,14 +72,16 @@ def plot_mask(
         tokens: a label for each query, and each key if their lengths agree. kv_tokens: for keys.
         title: above the panels.
     Returns:
-        matplotlib Figure. More than 1,024 tokens a side are averaged.
+        matplotlib Figure. More than 1,024 tokens a side are averaged; above 2^24 scores that is
+        done tile by tile, in memory that goes with the live tiles.
     Raises:
-        ShapeError: a size, range or number of labels does not fit, or there are more than 2^24
-            scores to draw. UnsupportedError: matplotlib is not installed.
+        ShapeError: a size, range or number of labels does not fit, or partial tiles have more than
+            2^30 scores. UnsupportedError: matplotlib is not installed.
         TraceError: the mask_mod cannot be traced.
     """
     if isinstance(mask, BlockMask):
         block_mask: BlockMask | None = mask
+        check_tokens(mask)
         mask_mod, (rows, columns) = mask.mask_mod, mask.seq_lengths
         told = mask.lists().num_heads
         batches, count = (1, 1, *mask.shape)[-4:-2]
@@ -96,7 +107,7 @@ def plot_mask(
     figure, all_axes = panels(len(region.heads), title)
     several = len(region.heads) > 1
     for axes, head in zip(all_axes, region.heads, strict=True):
-        draw_image(axes, colours_of(token_kinds(mask_mod, block_mask, region, head)), region)
+        draw_image(axes, token_colours(mask_mod, block_mask, region, head), region)
         rule(axes, region, (1, 1) if block_mask is None else block_mask.BLOCK_SIZE)
         label_axes(axes, region, labels, several)
         if several:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from attnloom.errors import OptionError
+from attnloom.errors import OptionError, counted
 from attnloom.plots.cells import Kind, tile_kinds
 from attnloom.plots.colours import EMPTY, FULL, PARTIAL, palette_rgb
 from attnloom.plots.plan import amount, statement_runs
 from attnloom.plots.png import png_bytes
 from attnloom.plots.region import Region
+from attnloom.tools.alike import pairs_text
 from attnloom.tools.explanation import Explanation, MaskSummary
 from attnloom.tools.speed import SpeedEstimate
 
@@ -87,7 +88,8 @@ def _block_map(explanation: Explanation, mask: MaskSummary) -> Iterator[str]:
     yield '<div class="map">\n<figure>'
     if len(entries) > 1:
         options = "".join(
-            f'<option value="{n}">batch {b}, head {h}</option>' for n, (b, h) in enumerate(entries)
+            f'<option value="{n}">{n + 1}: {pairs_text(pairs)}</option>'
+            for n, pairs in enumerate(mask.alike[: len(entries)])
         )
         yield f'<p><label>Shown: <select id="entry">{options}</select></label></p>'
     for place, ((b, h), cells) in enumerate(grids.items()):
@@ -113,11 +115,7 @@ def _block_map(explanation: Explanation, mask: MaskSummary) -> Iterator[str]:
         f"{mask.density:.2%} of the scores lie in tiles that are computed. Tiles are {q_block} "
         f"queries by {kv_block} keys; the map was built in {mask.build_seconds * 1e3:.1f} ms."
     )
-    same = "All batch entries and heads are alike."
-    if mask.num_lists > 1:
-        same = f"{mask.num_lists} block maps differ over batch entries and heads."
-        same += f" The first {len(entries)} are shown." if len(entries) < mask.num_lists else ""
-    yield _paragraph(same)
+    yield from _who_shares(mask, len(entries))
     yield "</div>\n</div>"
     assert explanation.block_mask is not None, "a BlockMask has numbers"
     data = {
@@ -129,15 +127,26 @@ def _block_map(explanation: Explanation, mask: MaskSummary) -> Iterator[str]:
     yield f'<script type="application/json" id="map-data">{_json(data)}</script>'
 
 
+def _who_shares(mask: MaskSummary, num_shown: int) -> Iterator[str]:
+    if len(mask.alike) == 1:
+        yield _paragraph("All batch entries and heads are alike.")
+        return
+    same = f"{len(mask.alike)} block maps differ over batch entries and heads."
+    if num_shown < len(mask.alike):
+        same += f" The first {num_shown} are shown."
+    yield _paragraph(same)
+    lines = [f"<li>{html.escape(pairs_text(pairs))}</li>" for pairs in mask.alike[:num_shown]]
+    yield f'<ol class="quiet">{"".join(lines)}</ol>'
+
+
 def _grids(explanation: Explanation) -> dict[tuple[int, int], np.ndarray]:
-    """(batch entry, head) -> [rows, columns] of Kind or _MIXED, for the lists that differ."""
-    block_mask = explanation.block_mask
-    assert block_mask is not None, "a BlockMask has numbers"
-    lists = block_mask.lists()
+    """(batch entry, head) -> [rows, columns] of Kind or _MIXED, the first of those that share a
+    map."""
+    block_mask, mask = explanation.block_mask, explanation.mask
+    assert block_mask is not None and mask is not None, "a BlockMask has numbers"
     s = explanation.setting
-    pairs = [(b, h) for b in range(lists.num_batches) for h in range(lists.num_heads)]
     found = {}
-    for b, h in pairs[:_MOST_ENTRIES]:
+    for (b, h), *_ in mask.alike[:_MOST_ENTRIES]:
         kinds = tile_kinds(block_mask, Region(b, (h,), (0, s.q_len), (0, s.kv_len)), h)
         for axis, step in enumerate(_steps(explanation)):
             kinds = _joined(kinds, axis, step)
@@ -200,7 +209,7 @@ def _gradient(explanation: Explanation) -> Iterator[str]:
     found = explanation.gradient
     assert found is not None, "the caller looked"
     yield "<h2>Gradient</h2>"
-    yield _paragraph(f"{found.num_nodes} operations, the recomputed score included")
+    yield _paragraph(f"{counted(found.num_nodes, 'operation')}, the recomputed score included")
     rows = [
         (f'<td class="when">{s.when}', f'<td class="code">{html.escape(_assignment(s))}')
         for s in found.statements

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from attnloom.errors import ShapeError, UnsupportedError
+from attnloom.errors import ShapeError, UnsupportedError, counted
 from attnloom.plots.colours import LINE, PALETTE
 from attnloom.plots.region import Region
 
@@ -43,7 +43,8 @@ def read_labels(
     for name, given, length in (("tokens", tokens, q_len), ("kv_tokens", kv_tokens, kv_len)):
         if given is not None and len(given) != length:
             raise ShapeError(
-                f"{name} has {len(given)} labels; there are {length} tokens, and each needs one."
+                f"{name} has {counted(len(given), 'label')}; there are {counted(length, 'token')}, "
+                "and each needs one."
             )
     return Labels(tokens, kv_tokens)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnloom.errors import OptionError
+from attnloom.errors import OptionError, counted
 from attnloom.masking.lists import of_kind
 from attnloom.plots.colours import EMPTY, FULL, LINE, PARTIAL
 from attnloom.plots.panels import new_figure, whole_numbers
@@ -125,10 +125,10 @@ def _draw_rows(axes: Axes, explanation: Explanation) -> None:
         at, partial, width=widths, bottom=full, color=PARTIAL, label="partial",
     )  # fmt: skip
     assert explanation.mask is not None, "a BlockMask has numbers"
-    same = "" if explanation.mask.num_lists == 1 else " (batch 0, head 0)"
+    same = "" if len(explanation.mask.alike) == 1 else " (batch 0, head 0)"
     axes.set(
         title="tiles of each row" + same,
-        xlabel=f"row of tiles of {explanation.setting.block_size[0]} queries",
+        xlabel=f"row of tiles of {counted(explanation.setting.block_size[0], 'query')}",
         ylabel="live tiles",
     )
     axes.xaxis.set_major_locator(whole_numbers())

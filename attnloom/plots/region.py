@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnloom.errors import ShapeError
+from attnloom.block_mask import BlockMask
+from attnloom.errors import ShapeError, counted
 from attnloom.masking.arguments import read_int, shown
 
 MAX_PANELS = 64
@@ -41,8 +42,8 @@ def read_span(name: str, span: Span | None, length: int) -> Span:
     end = min(end, length)
     if not 0 <= first < end:
         raise ShapeError(
-            f"{name} is {tuple(span)} of {length} tokens; 0 <= first < end must hold, and first < "
-            f"{length}."
+            f"{name} is {tuple(span)} of {counted(length, 'token')}; 0 <= first < end must hold, "
+            f"and first < {length}."
         )
     return first, end
 
@@ -64,6 +65,15 @@ def read_heads(heads: Heads, default: int) -> tuple[int, ...]:
             "each 0 or more: every head is a panel."
         )
     return found
+
+
+def check_tokens(block_mask: BlockMask) -> None:
+    """Raises ShapeError for a mask without a single score: there is nothing to draw."""
+    if 0 in block_mask.shape:
+        raise ShapeError(
+            f"the mask has shape {list(block_mask.shape)}, [B, H, Q_LEN, KV_LEN], and so no score "
+            "to draw; a picture needs 1 of each or more."
+        )
 
 
 def check_inside(name: str, index: int, size: int) -> int:

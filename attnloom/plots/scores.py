@@ -21,7 +21,7 @@ from attnloom.masking.views import MaskMod, noop_mask
 from attnloom.plots.cells import MAX_SCORES, Kind, token_kinds
 from attnloom.plots.mask import given_lengths, told_heads
 from attnloom.plots.panels import draw_image, label_axes, panels, read_labels
-from attnloom.plots.region import Heads, Region, Span, read_heads, read_span
+from attnloom.plots.region import Heads, Region, Span, check_tokens, read_heads, read_span
 from attnloom.tools.lengths import axis_lengths
 from attnloom.trace.tracer import trace_score
 
@@ -136,6 +136,7 @@ def _lengths(
             )
         return query.size(2), key.size(2)
     if isinstance(mask, BlockMask) and q_len is None:
+        check_tokens(mask)
         return mask.seq_lengths
     return given_lengths(q_len, kv_len)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnloom.errors import OptionError, RequestError
+from attnloom.errors import OptionError, RequestError, counted
 from attnloom.paged import PagedKVCache
 from attnloom.serving.decoder import Decoder
 from attnloom.serving.drafts import Drafter
@@ -72,8 +72,9 @@ class Engine:
         num_pages = num_pages or longest * max(1, limits.max_running // 4)
         if num_pages < longest:
             raise OptionError(
-                f"{num_pages} pages of {page_size} tokens do not hold one sequence of max_length "
-                f"{limits.max_length}. Give at least {longest} pages, or lower max_length."
+                f"{counted(num_pages, 'page')} of {counted(page_size, 'token')} do not hold one "
+                f"sequence of max_length {limits.max_length}. Give at least "
+                f"{counted(longest, 'page')}, or lower max_length."
             )
         config = model.config
         self.tokenizer, self.limits, self._drafter = tokenizer, limits, drafter
@@ -118,8 +119,9 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token.")
         if len(prompt) + params.max_tokens > self.limits.max_length:
             raise RequestError(
-                f"{len(prompt)} tokens of prompt and max_tokens {params.max_tokens} are more than "
-                f"the {self.limits.max_length} tokens that a sequence may have here."
+                f"{counted(len(prompt), 'token')} of prompt and max_tokens {params.max_tokens} are "
+                f"more than the {counted(self.limits.max_length, 'token')} that a sequence may "
+                "have here."
             )
         wrong = next((t for t in prompt if not 0 <= t < vocab_size), None)
         if wrong is not None:

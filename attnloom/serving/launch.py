@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from attnloom.errors import OptionError
+from attnloom.errors import OptionError, counted
 from attnloom.serving.config import ModelConfig
 from attnloom.serving.decoder import Decoder, random_decoder
 from attnloom.serving.drafts import NgramDrafter
@@ -69,8 +69,9 @@ def build_engine(config: ServeConfig) -> Engine:
     if num_pages < longest:
         needed = longest * page_bytes(model, config.page_size) / (1 << 30)
         raise OptionError(
-            f"a cache of {config.cache_bytes / (1 << 30):.3g} GiB holds {num_pages} pages, but a "
-            f"sequence of {limits.max_length} tokens takes {longest}. Give it {needed:.3g} GiB or "
+            f"a cache of {config.cache_bytes / (1 << 30):.3g} GiB holds "
+            f"{counted(num_pages, 'page')}, but a sequence of "
+            f"{counted(limits.max_length, 'token')} takes {longest}. Give it {needed:.3g} GiB or "
             "more, or lower max_length."
         )
     return Engine(

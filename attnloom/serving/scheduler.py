@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from attnloom.errors import OutOfPagesError, OverloadedError
+from attnloom.errors import OutOfPagesError, OverloadedError, counted
 from attnloom.paged import PagedKVCache
 from attnloom.serving.drafts import DraftTree
 from attnloom.serving.prefixes import PrefixIndex
@@ -73,7 +73,8 @@ class Scheduler:
         """
         if len(self.waiting) >= self.limits.max_waiting:
             raise OverloadedError(
-                f"{len(self.waiting)} requests are waiting, the most allowed; try again later."
+                f"{counted(len(self.waiting), 'request', 'are')} waiting, the most allowed; try "
+                "again later."
             )
         self.waiting.append(sequence)
 

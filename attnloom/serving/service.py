@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from attnloom.errors import AttnloomError, OverloadedError
+from attnloom.errors import AttnloomError, OverloadedError, counted
 from attnloom.serving.engine import Engine
 from attnloom.serving.request import Output, Request
 
@@ -78,8 +78,8 @@ class Service:
                 raise OverloadedError(
                     "the server is shutting down."
                     if self._closed
-                    else f"{self.num_waiting} requests are waiting, the most allowed; try again "
-                    "later."
+                    else f"{counted(self.num_waiting, 'request', 'are')} waiting, the most "
+                    "allowed; try again later."
                 )
             self._arrivals.append((request, caller))
             self._wake.notify()

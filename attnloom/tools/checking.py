@@ -22,7 +22,6 @@ from attnloom.masking.arguments import read_int
 from attnloom.masking.captures import map_captures
 from attnloom.tools.budget import Terms, Verdict, judge
 from attnloom.tools.eager import eager_attention, sizes_without_cancellation
-from attnloom.tools.names import named_tensors
 from attnloom.tools.setting import (
     Defaults,
     Mod,
@@ -32,12 +31,12 @@ from attnloom.tools.setting import (
     make_setting,
     silent,
 )
-from attnloom.trace.messages import mod_name
+from attnloom.trace.names import mod_name, named_tensors
 from attnloom.trace.tracer import trace_score
 
 # The oracle holds every score several times over, in float64.
 MAX_SCORES = 1 << 22
-_DEFAULTS = Defaults(2, 2, MAX_SCORES)
+_DEFAULTS = Defaults(160, 2, 2, MAX_SCORES)
 _LSE_WEIGHT = 0.5
 _BOUNDS = {"debug_bounds": True}
 _FIXED = ("out", "lse", "dq", "dk", "dv")
@@ -70,7 +69,7 @@ def check_mod(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     *,
-    q_len: int = 160,
+    q_len: int | None = None,
     kv_len: int | None = None,
     batch: int | None = None,
     heads: int | None = None,
@@ -92,8 +91,9 @@ def check_mod(
         score_mod, mask_mod: as flex_attention and create_block_mask take them. What they capture
             is used as it is and never changed.
         q_len, kv_len, batch, heads, kv_heads, head_dim, dtype, block_size, device,
-            kernel_options: as for `explain`; small, since the oracle holds every score. batch
-            and heads are 2 where no captured tensor says; what one says is cut to MAX_SCORES.
+            kernel_options: as for `explain`; small, since the oracle holds every score. Lengths
+            are at most 160 where nothing says an exact one. batch and heads are 2 where no captured
+            tensor says; what one says is cut to MAX_SCORES.
         seed: of query, key, value and the loss.
         progress: called with the name of each stage as it begins.
     Returns:

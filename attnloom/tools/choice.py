@@ -14,6 +14,7 @@ from attnloom.backends.cpu.schedule import decode_schedule
 from attnloom.backends.cpu.widths import needs_wide_ints
 from attnloom.backends.registry import AttentionCall
 from attnloom.block_mask import BlockLists
+from attnloom.errors import counted
 from attnloom.ir.node import BoundProgram
 from attnloom.plan.choose import candidates
 from attnloom.plan.problem import KernelOptions
@@ -93,8 +94,9 @@ def _kernel(backend: str, call: AttentionCall) -> str:
         return "forward"
     threads = torch.get_num_threads()
     if decode_schedule(call, threads) is not None:
-        name = f"decode (query has {call.query.size(2)} rows; keys are split over threads)"
+        rows = counted(call.query.size(2), "row")
+        name = f"decode (query has {rows}; keys are split over threads)"
     else:
         name = "forward"
     lanes = "64-bit" if needs_wide_ints(call) else "32-bit"
-    return f"{name}, {threads} threads, {lanes} integer lanes"
+    return f"{name}, {counted(threads, 'thread')}, {lanes} integer lanes"

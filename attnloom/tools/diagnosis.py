@@ -18,7 +18,7 @@ from attnloom.api.attention import flex_attention
 from attnloom.api.masks import create_block_mask
 from attnloom.backends.cpu import cache, toolchain
 from attnloom.backends.reference import reference_attention
-from attnloom.errors import AttnloomError, CacheError
+from attnloom.errors import AttnloomError, CacheError, counted
 from attnloom.stats import compile_stats
 from attnloom.tools.setting import Progress, silent
 
@@ -309,10 +309,13 @@ def _gpu_findings(gpus: tuple[Gpu, ...], versions: dict[str, str]) -> list[Findi
 
 def _thread_findings(threads: int, cores: int) -> list[Finding]:
     if threads > cores:
-        what = f"torch uses {threads} threads, but this process may run on {cores} cores."
+        what = (
+            f"torch uses {counted(threads, 'thread')}, but this process may run on "
+            f"{counted(cores, 'core')}."
+        )
         return [Finding(False, what, f"Call torch.set_num_threads({cores}): waiting costs time.")]
     if threads < cores:
-        what = f"torch uses {threads} of {cores} cores."
+        what = f"torch uses {threads} of {counted(cores, 'core')}."
         fix = "Nothing, if meant so; else torch.set_num_threads, or unset OMP_NUM_THREADS."
         return [Finding(False, what, fix)]
     return []

@@ -17,9 +17,9 @@ from attnloom.ir.text import text as program_text
 from attnloom.masking.arguments import check_flag
 from attnloom.masking.lists import BlockLists, live_area, of_kind
 from attnloom.plan.problem import KernelOptions
+from attnloom.tools.alike import alike
 from attnloom.tools.choice import BackendChoice, choose_backend
 from attnloom.tools.formula import Statement, axis_names, statements
-from attnloom.tools.names import tensor_names
 from attnloom.tools.setting import (
     Defaults,
     Mod,
@@ -30,10 +30,11 @@ from attnloom.tools.setting import (
     silent,
 )
 from attnloom.tools.speed import SpeedEstimate, estimate
-from attnloom.trace.messages import mod_name, mod_place
+from attnloom.trace.messages import mod_place
+from attnloom.trace.names import mod_name, tensor_names
 from attnloom.trace.tracer import trace_mask, trace_score
 
-_DEFAULTS = Defaults(1, 1)
+_DEFAULTS = Defaults(2048, 1, 1)
 _DSCORE = "dscore_before"
 _PICTURE_CELLS = 32
 
@@ -93,8 +94,9 @@ class MaskSummary:
     """A BlockMask in numbers, over all batch entries and heads.
 
     density: scores in live tiles over all scores, 0 .. 1.
-    num_lists: how many lists differ over batch entries and heads; picture: the first of them, full
-        blocks are live, shaded cells are live in part.
+    alike: the (batch entry, head) pairs that share each map, in order of first appearance; one
+        group if all are alike. picture: the first map, full blocks are live, shaded cells are live
+        in part.
     """
 
     shape: tuple[int, ...]
@@ -105,7 +107,7 @@ class MaskSummary:
     partial_scores: int
     density: float
     build_seconds: float
-    num_lists: int
+    alike: tuple[tuple[tuple[int, int], ...], ...]
     picture: str
 
 
@@ -127,7 +129,7 @@ def explain(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     *,
-    q_len: int = 2048,
+    q_len: int | None = None,
     kv_len: int | None = None,
     batch: int | None = None,
     heads: int | None = None,
@@ -144,7 +146,9 @@ def explain(
 
     Args:
         score_mod, mask_mod: as flex_attention and create_block_mask take them.
-        q_len: Q_LEN in tokens. kv_len: KV_LEN, default q_len.
+        q_len: Q_LEN in tokens; default what captured tensors say that q_idx indexes directly
+            (`ids[q_idx]` of length 500: 500) or a factory of attnloom.mods noted, else 2048.
+        kv_len: KV_LEN; default q_len if that is given, else what is told of kv_idx, else q_len.
         batch, heads: of query; default what captured tensors say that b and h index directly
             (`bias[h]` of length 8: 8 heads), else 1; `setting.notes` tells. kv_heads: of key and
             value, default heads.
@@ -276,7 +280,7 @@ def _build(setting: Setting, mask_mod: Mod) -> tuple[BlockMask, MaskSummary]:
         live - full,
         live / setting.num_scores,
         seconds,
-        lists.num_batches * lists.num_heads,
+        alike(lists, (setting.batch, setting.heads)),
         block_mask[0, 0].to_string(_PICTURE_CELLS).partition("\n")[2].rstrip("\n"),
     )
 

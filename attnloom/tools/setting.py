@@ -15,10 +15,9 @@ from attnloom.ir.node import DType
 from attnloom.masking.arguments import read_data_device, read_int, shown
 from attnloom.masking.captures import captured_tensors
 from attnloom.masking.lists import block_size_pair
-from attnloom.tools.lengths import AxisLength, axis_lengths
-from attnloom.tools.names import tensor_names
+from attnloom.tools.lengths import AxisLength, axis_lengths, noted_lengths, told
 from attnloom.tools.target import kind_of
-from attnloom.trace.messages import mod_name
+from attnloom.trace.names import mod_name, tensor_names
 from attnloom.trace.tracer import trace_mask, trace_score
 
 Mod = Callable[..., Any]
@@ -123,10 +122,12 @@ class Setting:
 class Defaults:
     """Sizes where neither the caller nor a captured tensor says: explain's and check's differ.
 
-    most_scores: heads and batch that captured tensors tell are cut until so many scores are left;
+    most_scores: for an oracle that holds every score. Tables longer than q_len then leave it as it
+        is, and heads and batch that captured tensors tell are cut until so many scores are left;
         None: they are taken as they are.
     """
 
+    q_len: int
     batch: int
     heads: int
     most_scores: int | None = None
@@ -136,7 +137,7 @@ def make_setting(
     mods: tuple[Mod | None, Mod | None],
     defaults: Defaults,
     *,
-    q_len: int,
+    q_len: int | None,
     kv_len: int | None,
     batch: int | None,
     heads: int | None,
@@ -146,8 +147,9 @@ def make_setting(
     block_size: int | tuple[int, int],
     device: torch.device | str | None,
 ) -> Setting:
-    """A setting from a user's values; None takes q_len for kv_len, what the mods' captured tensors
-    say (else the default) for batch and heads, heads for kv_heads, and the mods' own device.
+    """A setting from a user's values; None takes what the mods' captured tensors and factories say
+    (else the default) for q_len, batch and heads, the same (else q_len) for kv_len unless q_len is
+    given, heads for kv_heads, and the mods' own device.
 
     Raises:
         ShapeError: a size is no positive int, or heads are no multiple of kv_heads.
@@ -162,14 +164,14 @@ def make_setting(
         "kv_heads": kv_heads,
         "head_dim": head_dim,
     }
-    told_later = {name for name in ("batch", "heads", "kv_heads") if given[name] is None}
-    sizes = {n: _positive(n, value) for n, value in given.items() if n not in told_later}
+    needed = {n: value for n, value in given.items() if value is not None or n == "head_dim"}
+    sizes = {n: _positive(n, value) for n, value in needed.items()}
     found = {"dtype": _dtype(dtype), "block_size": block_size_pair(block_size)}
     where = _device(mods, device)
-    told, notes = {}, ()
-    if batch is None or heads is None:
-        told, notes = _told_sizes(mods, defaults, sizes, found["dtype"], where)
-    sizes = {"batch": defaults.batch, "heads": defaults.heads, **told, **sizes}
+    missing = {"q_len", "kv_len", "batch", "heads"} - sizes.keys()
+    notes: tuple[str, ...] = ()
+    if missing:
+        sizes, notes = _with_told_sizes(_told_lengths(mods, found["dtype"], where), defaults, sizes)
     sizes.setdefault("kv_heads", sizes["heads"])
     if sizes["heads"] % sizes["kv_heads"]:
         raise ShapeError(
@@ -179,32 +181,48 @@ def make_setting(
     return Setting(**sizes, **found, device=where, notes=notes)
 
 
-def _told_sizes(
-    mods: tuple[Mod | None, Mod | None],
-    defaults: Defaults,
-    given: dict[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Batch and heads as captured tensors have them, as far as not given; and a note on each."""
+def _told_lengths(
+    mods: tuple[Mod | None, Mod | None], dtype: torch.dtype, device: torch.device
+) -> list[AxisLength]:
+    """What both mods say of sizes."""
     score_mod, mask_mod = mods
-    loads: list[AxisLength] = []
+    found = [length for mod in mods if mod is not None for length in noted_lengths(mod)]
     if score_mod is not None:
         score_dtype = DType.F64 if dtype is torch.float64 else DType.F32
         bound = trace_score(score_mod, score_dtype, device)
-        loads += axis_lengths(bound, tensor_names(score_mod, bound.tensors))
+        found += axis_lengths(bound, tensor_names(score_mod, bound.tensors))
     if mask_mod is not None:
         bound = trace_mask(mask_mod, device)
-        loads += axis_lengths(bound, tensor_names(mask_mod, bound.tensors))
-    told: dict[str, AxisLength] = {}
-    for name, axis in (("heads", "h"), ("batch", "b")):
-        lengths = [load for load in loads if load.axis == axis and load.length > 0]
-        if name not in given and lengths:
-            # The shortest: every load is then in range.
-            told[name] = min(lengths, key=lambda load: load.length)
-    sizes = {name: load.length for name, load in told.items()}
-    left = _cut({"batch": defaults.batch, "heads": defaults.heads, **given}, sizes, defaults)
-    return left, tuple(_note(name, load, left[name]) for name, load in told.items())
+        found += axis_lengths(bound, tensor_names(mask_mod, bound.tensors))
+    return found
+
+
+def _with_told_sizes(
+    lengths: list[AxisLength], defaults: Defaults, given: dict[str, int]
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Given sizes and all others, and a note on each that a mod told."""
+    sayings = {
+        name: saying
+        for name, axis in (("q_len", "q"), ("kv_len", "kv"), ("heads", "h"), ("batch", "b"))
+        if name not in given and (saying := told(lengths, axis)) is not None
+    }
+    sizes = {name: saying.length for name, saying in sayings.items()}
+    for name in ("q_len", "kv_len"):
+        if name in sizes and defaults.most_scores is not None and not sayings[name].exact:
+            sizes[name] = min(sizes[name], defaults.q_len)
+    # A length that nobody tells is the other one.
+    fallback = {**sizes, **given}
+    q_len = fallback.get("q_len", fallback.get("kv_len", defaults.q_len))
+    fixed = {"q_len": q_len, "kv_len": fallback.get("kv_len", q_len)}
+    others = {"batch": defaults.batch, "heads": defaults.heads, **given, **fixed}
+    outer = {name: sizes[name] for name in ("heads", "batch") if name in sizes}
+    left = {**others, **_cut(others, outer, defaults)}
+    notes = [
+        _note(name, saying, left[name])
+        for name, saying in sayings.items()
+        if name in outer or left[name] == saying.length
+    ]
+    return left, tuple(notes)
 
 
 def _cut(others: dict[str, int], told: dict[str, int], defaults: Defaults) -> dict[str, int]:
@@ -224,10 +242,11 @@ def _cut(others: dict[str, int], told: dict[str, int], defaults: Defaults) -> di
     return left
 
 
-def _note(name: str, load: AxisLength, size: int) -> str:
-    told = f"{name} is {size}, "
-    told += "as" if size == load.length else f"and could be {load.length}, since"
-    return f"{told} {load.load} has that length; --{name} says otherwise"
+def _note(name: str, saying: AxisLength, size: int) -> str:
+    text = f"{name} is {size}, "
+    text += "as" if size == saying.length else f"and could be {saying.length}, since"
+    otherwise = "" if saying.exact else f"; --{name.replace('_', '-')} says otherwise"
+    return f"{text} {saying.why}{otherwise}"
 
 
 def check_mods(score_mod: object, mask_mod: object) -> None:

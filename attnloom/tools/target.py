@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from attnloom.errors import ModError, OptionError
+from attnloom.errors import ModError, OptionError, counted
 
 Kind = Literal["score_mod", "mask_mod"]
 _FORM = (
@@ -86,9 +86,9 @@ def kind_of(mod: object, name: str) -> Kind:
     kind = _SIGNATURES.get(len(needed))
     if kind is None:
         raise ModError(
-            f"'{name}{signature}' takes {len(needed)} positional arguments; a score_mod takes 5, "
-            "(score, b, h, q_idx, kv_idx), and a mask_mod 4, (b, h, q_idx, kv_idx). If it is a "
-            f"factory that makes a mod, call it: '{name}(...)' with its arguments."
+            f"'{name}{signature}' takes {counted(len(needed), 'positional argument')}; a score_mod "
+            "takes 5, (score, b, h, q_idx, kv_idx), and a mask_mod 4, (b, h, q_idx, kv_idx). If "
+            f"it is a factory that makes a mod, call it: '{name}(...)' with its arguments."
         )
     return kind
 

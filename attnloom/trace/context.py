@@ -13,6 +13,8 @@ from attnloom.ir.builder import Builder
 from attnloom.ir.node import DType, TensorSpec
 from attnloom.trace import messages
 from attnloom.trace.code_facts import is_literal
+from attnloom.trace.dtensor import is_dtensor
+from attnloom.trace.names import mod_name, name_of
 from attnloom.trace.symbols import Array, Dim, NumberProxy, Symbol, plain_number
 
 MAX_PATHS = 64
@@ -106,23 +108,36 @@ class Trace:
         return slot
 
     def _check_capture(self, tensor: torch.Tensor) -> None:
-        shown = f"captured tensor {messages.capture_name(self.mod, tensor)}{_describe(tensor)}"
+        if is_dtensor(tensor):
+            raise self._refused(
+                tensor,
+                ", which is a DTensor",
+                "kernels read captured tensors of one rank. Capture its to_local(), or call "
+                "flex_attention with DTensors.",
+            )
         try:
             DType.of(tensor.dtype)
         except KeyError:
-            raise self.error(
-                f"uses {shown}, whose dtype kernels cannot load",
+            raise self._refused(
+                tensor,
+                ", whose dtype kernels cannot load",
                 "convert it outside, for example with .float() or .int().",
             ) from None
         if tensor.layout is not torch.strided or tensor.is_nested:
-            raise self.error(
-                f"uses {shown}, which is not a plain strided tensor", "convert it outside."
+            raise self._refused(
+                tensor, ", which is not a plain strided tensor", "convert it outside."
             )
         if tensor.device != self.device:
-            raise self.error(
-                f"uses {shown} on {tensor.device} while the inputs are on {self.device}",
+            raise self._refused(
+                tensor,
+                f" on {tensor.device} while the inputs are on {self.device}",
                 f"kernels read captured tensors in place. Move it with .to('{self.device}').",
             )
+
+    def _refused(self, tensor: torch.Tensor, what: str, advice: str) -> TraceError:
+        name = name_of(self.mod, tensor)
+        named = f"{name!r} " if name else ""
+        return self.error(f"uses captured tensor {named}{_describe(tensor)}{what}", advice)
 
     def number(self, value: NumberProxy | int | float, dtype: DType) -> int:
         """Node of a Python number: a run-time binding unless it is provably a literal."""
@@ -243,7 +258,7 @@ class Trace:
             column = messages.column_of(frame.f_code, frame.f_lasti)
             line = messages.source_line(file, frame.f_lineno, column)
         where = f" ({place})" if place else ""
-        text = f"{self.kind} '{messages.mod_name(self.mod)}'{where} {what}; {advice}"
+        text = f"{self.kind} '{mod_name(self.mod)}'{where} {what}; {advice}"
         self.failure = TraceError(f"{text}\n    {line}" if line else text)
         return self.failure
 

@@ -29,13 +29,15 @@ from typing import Any
 
 import torch
 
+from attnloom.trace.checked import unwrapped
 from attnloom.trace.code_facts import Chain, CodeFacts, code_facts
+from attnloom.trace.names import NOTE
 from attnloom.trace.symbols import NumberProxy
 
 _MAX_ENTRIES = 512
 _MAX_CODES = 4096
 _MAX_LENGTH = 64  # of a container
-_UNREAD = {"extent"}  # attributes of a mod that are notes about it (see masking/extent.py)
+_UNREAD = {"extent", NOTE}  # attributes of a mod that are notes about it (see masking/extent.py)
 _WHOLE: tuple[Chain, ...] = ((),)
 _TORCH_FOLDER = torch.__path__[0]
 _BUILTINS = vars(builtins)
@@ -182,6 +184,7 @@ def is_stateless(value: Any, kind: type) -> bool:
 
 
 def _visit_function(function: FunctionType, found: Dependencies) -> None:
+    function = unwrapped(function)
     if function.__dict__.keys() - _UNREAD or len(found.key) > _MAX_ENTRIES:
         raise UnrecognisedError
     place = found.functions.setdefault((id(function), found.rigid), len(found.functions))
@@ -240,9 +243,6 @@ def globals_of(function: FunctionType, facts: CodeFacts) -> Iterator[tuple[str, 
         if value is _MISSING:
             raise UnrecognisedError
         yield name, value
-
-
-# Objects
 
 
 def _visit_bound_method(method: MethodType, found: Dependencies) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from attnloom.errors import AttnloomError, TraceError
 from attnloom.trace import messages
+from attnloom.trace.names import mod_name
 
 if TYPE_CHECKING:
     from attnloom.trace.context import Trace
@@ -57,7 +58,7 @@ def explained(trace: Trace, error: Exception) -> TraceError | None:
     what = f"raises {type(error).__name__}: {said}"
     where = f" ({place})" if place else ""
     advice = _OF_NUMBERS if isinstance(error, ArithmeticError) else _ADVICE
-    text = f"{trace.kind} '{messages.mod_name(trace.mod)}'{where} {what}; {advice}"
+    text = f"{trace.kind} '{mod_name(trace.mod)}'{where} {what}; {advice}"
     return TraceError(f"{text}\n    {source}" if source else text)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnloom.errors import counted
 from attnloom.ir.node import DType
 from attnloom.trace.context import Trace
 from attnloom.trace.symbols import Array, Dim, Index, NumberProxy, Symbol, plain_number
@@ -70,7 +71,7 @@ def _expand_rank(trace: Trace, rank: int, items: list[Any]) -> list[Any]:
     given = sum(i is not None and i is not Ellipsis for i in items)
     if given > rank:
         raise trace.error(
-            f"indexes a tensor of {rank} dimensions with {given} indices",
+            f"indexes a tensor of {counted(rank, 'dimension')} with {counted(given, 'index')}",
             "use one index for each dimension at most.",
         )
     fill = [slice(None)] * (rank - given)

@@ -9,10 +9,10 @@ import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 
-import torch
+from attnloom.trace.names import author_of
 
 MOST_SHOWN = 120  # characters of a source line
 ONE_AT_A_TIME = "a mod is evaluated one score at a time"
@@ -164,31 +164,10 @@ def display(func: Callable[..., Any]) -> str:
     return f"torch.{name}" if module.startswith("torch") else f"{module}.{name}"
 
 
-def mod_name(mod: Any) -> str:
-    """The name a user knows a mod by: of the function under partials, methods and callables."""
-    while isinstance(mod, functools.partial):
-        mod = mod.func
-    name = getattr(mod, "__qualname__", None) or type(mod).__qualname__
-    return str(name).replace("<locals>.", "")
-
-
-def capture_name(mod: Any, tensor: torch.Tensor) -> str:
-    """The variable by which a mod captures `tensor`, quoted, or ''."""
-    while isinstance(mod, functools.partial):
-        mod = mod.func
-    owner = getattr(mod, "__self__", mod)
-    function = getattr(mod, "__func__", mod)
-    found: dict[str, Any] = dict(getattr(owner, "__dict__", {}))
-    if isinstance(function, FunctionType):
-        names = function.__code__.co_names
-        found |= {n: function.__globals__[n] for n in names if n in function.__globals__}
-        found |= inspect.getclosurevars(function).nonlocals
-    return next((f"'{name}' " for name, value in found.items() if value is tensor), "")
-
-
 def mod_place(mod: Any) -> str:
     """`file.py:line` of a mod's definition, or '' where it has no Python code."""
-    while isinstance(mod, functools.partial):
+    mod = inspect.unwrap(author_of(mod))
+    if isinstance(mod, functools.partial):
         mod = mod.func
     call = inspect.getattr_static(type(mod), "__call__", None)
     code = getattr(mod, "__code__", None) or getattr(call, "__code__", None)

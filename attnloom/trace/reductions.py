@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attnloom.errors import counted
 from attnloom.ir.node import REDUCTION_AXES, Axes, DType
 from attnloom.trace import elementwise
 from attnloom.trace.context import Trace
@@ -83,7 +84,7 @@ def _reduce(trace: Trace, kind: str, array: Array, dim: Any, keepdim: bool) -> A
     count = math.prod(array.dims[d].length for d in chosen)
     if count > MAX_ELEMENTS:
         raise trace.error(
-            f"reduces {count} elements (shape {list(array.shape)})",
+            f"reduces {counted(count, 'element')} (shape {list(array.shape)})",
             f"a reduction runs once a score and may have {MAX_ELEMENTS} elements at most. Reduce "
             "outside, or fold the sum into the query and key as extra head dimensions.",
         )

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from attnloom.trace.checked import unwrapped
 from attnloom.trace.dependencies import (
     UnrecognisedError,
     globals_of,
@@ -121,7 +122,7 @@ class _Float(_Place):
 
 
 class _Same(_Place):
-    """A module, a builtin or a class: itself and no other."""
+    """A module, a builtin, a class or a mask_mod of attnloom's own: itself and no other."""
 
     __slots__ = ("value",)
 
@@ -234,7 +235,8 @@ def _place(value: Any, depth: int) -> _Place:
 
 
 def _function(function: FunctionType, depth: int) -> _Place:
-    return _Same(function) if is_of_torch(function) else _Function(function, depth)
+    itself = is_of_torch(function) or unwrapped(function) is not function
+    return _Same(function) if itself else _Function(function, depth)
 
 
 _PLACES: dict[type, Callable[[Any, int], _Place]] = {

@@ -139,3 +139,20 @@ def test_masked_keys_hold_anything() -> None:
     mask = attnloom.create_block_mask(lambda b, h, i, j: j < 128, None, None, 64, 256)
     out = attnloom.flex_attention(q, k, v, block_mask=mask)
     close(out, reference_attention(q, k[:, :, :128], v[:, :, :128]).out)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+@pytest.mark.parametrize("what", ["value", "key"])
+def test_masked_keys_of_a_live_tile_reach_no_further_than_the_dense_formula(
+    backend: str, what: str
+) -> None:
+    """0 times NaN is NaN: how far it goes depends on tiles, within these bounds."""
+    q, k, v = (x.detach() for x in qkv(1, 2, 96, 16))
+    {"key": k, "value": v}[what][:, :, 50] = math.nan
+    mask = attnloom.create_block_mask(lambda b, h, i, j: i >= j, None, None, 96, 96, BLOCK_SIZE=16)
+    out = attnloom.flex_attention(q, k, v, block_mask=mask, kernel_options={"backend": backend})  # type: ignore[arg-type]
+    reached = out.isnan().any(-1)[0, 0]
+    assert reached[50:].all()
+    # Rows before the tile of 16 rows that holds row 50 read no tile that holds key 50.
+    before = {"key": 50, "value": 48}[what] if backend != "reference" or what == "key" else 0
+    assert not reached[:before].any()

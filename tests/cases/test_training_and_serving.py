@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnloom
+from attnloom.backends import registry
 from attnloom.masking import build
 from tests.harness.agree import agrees, close, normal, qkv
+from tests.harness.memory import peak_growth
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -101,6 +104,59 @@ def test_cases_118_and_119_layers_alternate_masks_over_one_cache(
             scores = query @ keys[n][:, :, :at].mT / 4
             scores = scores.masked_fill(~mod(0, 0, rows, columns), -float("inf"))
             close(got, scores.softmax(-1) @ values[n][:, :, :at])
+
+
+def test_case_051_first_calls_are_quiet(capfd: pytest.CaptureFixture) -> None:
+    """Autotuning printed tables and warnings when a shape was first met."""
+    attnloom.flex_attention(*qkv(1, 2, 33, 16))  # what the process itself says once
+    capfd.readouterr()
+    before = attnloom.compile_stats().traces
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for S, D in ((1, 24), (130, 40)):
+            q, k, v = qkv(1, 2, S, D, keys=130)
+            attnloom.flex_attention(
+                q, k, v, lambda s, b, h, i, j: s * 0.25 - j % 3
+            ).sum().backward()
+    assert attnloom.compile_stats().traces > before
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, id="plain"), pytest.param(True, id="aot_eager", marks=pytest.mark.slow)],
+)
+def test_case_111_the_backward_has_a_kernel_of_its_own(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Inductor the backward was S x S eager operators, 10 to 30 times SDPA's time."""
+    S = 1600
+    backend = registry.load("cpu")
+    calls: list[torch.Size] = []
+    backward = type(backend).backward
+
+    def counted(self, call, *rest):
+        calls.append(call.query.shape)
+        return backward(self, call, *rest)
+
+    monkeypatch.setattr(type(backend), "backward", counted)
+    bias = normal(2, seed=4).requires_grad_()
+    inputs = [*qkv(1, 2, S, 16), bias]
+    mask = attnloom.create_block_mask(causal, None, None, S, S)
+
+    def loss(q, k, v, bias):
+        def tilt(score, b, h, q_idx, kv_idx):
+            return score + bias[h] * (kv_idx - q_idx) / S
+
+        return attnloom.flex_attention(q, k, v, tilt, mask).square().sum()
+
+    step = torch.compile(loss, backend="aot_eager") if compiled else loss
+    step(*inputs).backward()  # loads kernels, and compiles what is around them
+    with peak_growth() as peak:
+        step(*inputs).backward()
+    assert calls == [inputs[0].shape] * 2
+    assert all(x.grad is not None for x in inputs)
+    assert peak.bytes < S * S * 4  # one head's scores in float32
 
 
 def test_case_121_distributed_data_parallel(tmp_path: Path) -> None:

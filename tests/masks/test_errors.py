@@ -35,7 +35,7 @@ def build(mod=causal, B=1, H=1, Q=64, KV=64, **options):
         (lambda: build(BLOCK_SIZE=(1, 2, 3)), OptionError, "one int or a pair (query, key)"),
         (lambda: build(BLOCK_SIZE=None), OptionError, "BLOCK_SIZE is None"),
         (lambda: build(dq_kv_order=torch.ones(1)), OptionError, "dq_kv_order is a tensor"),
-        (lambda: create_mask(lambda q: q, 1, 1, 4, 4), ModError, "takes 1 arguments"),
+        (lambda: create_mask(lambda q: q, 1, 1, 4, 4), ModError, "takes 1 argument; a mask_mod"),
         (lambda: and_masks(causal, None), ModError, "argument 1 is None"),
         (lambda: or_masks([causal]), ModError, "not a list of them"),
         (lambda: build(lambda b, h, q, k: torch.sort(q)), TraceError, "torch.sort"),

@@ -38,7 +38,9 @@ def test_attention_refuses() -> None:
     mask = build(ids)
     attend(mask)
     ids[5] = 1
-    expected = r"'ids' of shape \[90\], which mask_mod 'same_document' captures, " + CHANGED
+    expected = (
+        r"'ids' of shape \[90\], which mask_mod 'documents.same_document' captures, " + CHANGED
+    )
     with pytest.raises(ModError, match=expected):
         attend(mask)
     attend(build(ids))
@@ -91,7 +93,7 @@ def test_globals_and_constructors() -> None:
     dense[0, 0] = False
     with pytest.raises(ModError, match=r"'SHARED' of shape \[90\]"):
         attend(mask)
-    with pytest.raises(ModError, match="mask_mod 'table_mask'"):
+    with pytest.raises(ModError, match=r"mask_mod 'BlockMask\.from_dense'"):
         attend(other)
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from attnloom import create_block_mask, mods
-from attnloom.errors import AttnloomError, DtypeError, ModError, OptionError, ShapeError
+from attnloom.errors import (
+    AttnloomError,
+    DeviceError,
+    DtypeError,
+    ModError,
+    OptionError,
+    ShapeError,
+)
 
 FLOATS = torch.zeros(4, 4)
 INTS = torch.zeros(4, 4, dtype=torch.int64)
@@ -43,6 +50,41 @@ ERRORS = {
         ModError,
         "morton_order: canvas is (2, 2, 2, 2); it must have 1, 2 or 3 axes, the slowest first.",
     ),
+    "one axis of a canvas": (
+        lambda: mods.neighborhood((0, 7), 3),
+        ModError,
+        "neighborhood: canvas[0] is 0; it must be an int of 1 or more.",
+    ),
+    "one axis of a kernel": (
+        lambda: mods.neighborhood((6, 7), (3, 1.5)),
+        ModError,
+        "neighborhood: kernel_size[1] is 1.5; it must be an int of 1 or more.",
+    ),
+    "batches of ids": (
+        lambda: mods.documents(torch.zeros(2, 4).int(), torch.zeros(3, 4).int()),
+        ShapeError,
+        "documents: ids has 2 batch entries and kv_ids 3; they must be equal, or 1 to share.",
+    ),
+    "devices of ids": (
+        lambda: mods.documents(INTS, INTS.to("meta")),
+        DeviceError,
+        "documents: ids is on cpu, kv_ids on meta; both must be on one device. Move them with "
+        ".to(device).",
+    ),
+    "a mask_mod as a factory": (
+        lambda: mods.causal_mask(),
+        ModError,
+        "causal_mask was called with 0 arguments; it makes no mask_mod, it is one: causal_mask(b, "
+        "h, q_idx, kv_idx). Pass it as it is, as in create_block_mask(causal_mask, B, H, Q_LEN, "
+        "KV_LEN).",
+    ),
+    "a mask_mod with one argument": (
+        lambda: mods.noop_mask(8),
+        ModError,
+        "noop_mask was called with 1 argument; it makes no mask_mod, it is one: noop_mask(b, h, "
+        "q_idx, kv_idx). Pass it as it is, as in create_block_mask(noop_mask, B, H, Q_LEN, "
+        "KV_LEN).",
+    ),
     "kernel": (
         lambda: mods.neighborhood((6, 7), 4, dilation=2),
         ModError,
@@ -68,7 +110,7 @@ ERRORS = {
     "even window of tiles": (
         lambda: mods.sliding_tile((6, 6), 2, (3, 2)),
         ModError,
-        "sliding_tile: window is 2; it must be odd, so that it has a middle.",
+        "sliding_tile: window[1] is 2; it must be odd, so that it has a middle.",
     ),
     "odd features": (
         lambda: mods.sandwich(2, 8, 7),
@@ -94,7 +136,7 @@ ERRORS = {
     "dimensions": (
         lambda: mods.additive_bias(torch.zeros(4)),
         ShapeError,
-        "additive_bias: bias has shape [4]; it must have 2 or 3 or 4 dimensions.",
+        "additive_bias: bias has shape [4]; it must have 2, 3 or 4 dimensions.",
     ),
     "columns": (
         lambda: mods.relative_bias(FLOATS),
@@ -116,7 +158,7 @@ ERRORS = {
     "edges": (
         lambda: mods.graphormer_edge(INTS[:, :, None], torch.zeros(3, 5), torch.zeros(1, 2, 4)),
         ShapeError,
-        "graphormer_edge: weight has shape [1, 2, 4]; paths of 1 edges and features of size 5 need "
+        "graphormer_edge: weight has shape [1, 2, 4]; paths of 1 edge and features of size 5 need "
         "[1, Hq, 5].",
     ),
     "rope": (
@@ -139,7 +181,7 @@ ERRORS = {
     "no documents": (
         lambda: mods.shared_prefix(4, [0]),
         ModError,
-        "shared_prefix: cu_seqlens has 1 elements; it must hold 0 and the end of each document. "
+        "shared_prefix: cu_seqlens has 1 element; it must hold 0 and the end of each document. "
         "Without documents, use causal_mask.",
     ),
     "parents": (
@@ -161,7 +203,7 @@ ERRORS = {
     "which mod": (
         lambda: mods.per_head(mods.causal_mask, mods.causal_mask, heads=[0, 2]),
         ModError,
-        "per_head: heads names mod 2, and there are 2; valid are 0 to 1.",
+        "per_head: heads names mod 2 of 2 mods; valid are 0 to 1.",
     ),
     "documents twice": (
         lambda: mods.on_documents(mods.causal_mask, ids=[0], cu_seqlens=[0, 1]),
@@ -188,13 +230,13 @@ ERRORS = {
     "no beginning": (
         lambda: mods.documents_from_cu_seqlens([1, 3]),
         OptionError,
-        "cu_seqlens starts with [1, 3]; cumulative lengths start at 0 and never decrease. For "
-        "lengths use torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).",
+        "documents_from_cu_seqlens: cu_seqlens starts with [1, 3]; cumulative lengths start at 0 "
+        "and never decrease. For lengths use torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).",
     ),
     "an empty list": (
         lambda: mods.token_tree([]),
         ShapeError,
-        "parents is empty; it must hold at least one integer.",
+        "token_tree: parents is empty; it must hold at least one integer.",
     ),
     "a negative length": (
         lambda: mods.right_padding([3, -1]),
@@ -232,13 +274,17 @@ ERRORS = {
 
 # Checks shared with the constructors of BlockMask, pinned there.
 SHARED = {
-    "ids": (lambda: mods.documents(FLOATS), DtypeError, "ids is torch.float32"),
+    "ids": (lambda: mods.documents(FLOATS), DtypeError, "documents: ids is torch.float32"),
     "cu_seqlens": (
         lambda: mods.documents_from_cu_seqlens([0, 5, 3]),
         OptionError,
         "cumulative lengths start at 0 and never decrease",
     ),
-    "lengths": (lambda: mods.right_padding(INTS), ShapeError, "lengths has shape [4, 4]"),
+    "lengths": (
+        lambda: mods.right_padding(INTS),
+        ShapeError,
+        "right_padding: lengths has shape [4, 4]; it must have 1 dimension.",
+    ),
     "a factory": (
         lambda: mods.compose(mods.softcap),
         ModError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from attnloom import and_masks, create_block_mask, flex_attention, mods
 from attnloom.errors import ShapeError
 from attnloom.masking.extent import limits_of
+from attnloom.trace import snapshots
 from attnloom.trace.dependencies import dependencies
 
 CAUSAL, WINDOW = mods.causal_mask, mods.sliding_window(3)
@@ -48,6 +50,9 @@ MASKS: dict[str, tuple[Callable[..., Any], str]] = {
     "not": (mods.not_mask(mods.documents(LONGS(10))), "documents: ids"),
     "xor": (mods.xor_masks(CAUSAL, mods.documents(LONGS(10))), "documents: ids"),
     "offset": (mods.offset(mods.right_padding([3, 4]), 5), "right_padding: lengths"),
+    "offsets": (mods.offset(CAUSAL, LONGS(2)), "offset: q_offset has shape [2]"),
+    "offsets of keys": (mods.offset(CAUSAL, 1, LONGS(2)), "offset: kv_offset has shape [2]"),
+    "images": (mods.flamingo(LONGS(19), 4), "flamingo: media_locations has shape [19]"),
     "places": (
         mods.logical_to_physical(CAUSAL, LONGS(19)),
         "logical_to_physical: q_positions has shape [19]",
@@ -71,6 +76,10 @@ SCORES: dict[str, tuple[Callable[..., Any], str]] = {
     "graph": (
         mods.graphormer_spatial(LONGS(19, 19), ZEROS(2, 4)),
         "graphormer_spatial: distances has shape [19, 19]",
+    ),
+    "edges": (
+        mods.graphormer_edge(LONGS(3, 20, 20, 2), ZEROS(2, 5, 3), ZEROS(2, 4, 3)),
+        "graphormer_edge: features has shape [2, 5, 3]",
     ),
     "rope": (
         mods.latent_rope(ZEROS(3, 4, 20, 2), ZEROS(3, 19, 2), 1.0),
@@ -151,3 +160,14 @@ def test_learned_numbers_get_their_gradient(make: Callable[[Any], Any]) -> None:
 def test_a_function_of_any_arguments_is_of_either_kind() -> None:
     later = create_block_mask(mods.not_mask(lambda *a: a[2] >= a[3]), None, None, 20, 20).to_mask()
     assert torch.equal(later, ~create_block_mask(CAUSAL, None, None, 20, 20).to_mask())
+
+
+@pytest.mark.parametrize("mod", [mods.causal_mask, mods.noop_mask, mods.prefix_lm([1, 2])])
+def test_mods_of_the_library_are_recognised(mod: Callable[..., Any]) -> None:
+    """A repeated call pays for looking at its mods; one that is not recognised is traced again."""
+    assert dependencies(mod) is not None
+    found = snapshots.take(mod)
+    assert found is not None
+    assert found[0].tensors(mod) is not None
+    other = functools.partial(mod) if mod is mods.noop_mask else mods.sliding_window(1)
+    assert found[0].tensors(other) is None

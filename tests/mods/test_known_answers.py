@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnloom import create_block_mask, mods
+from attnloom import create_block_mask, create_mask, mods
 
 
 def counts(mask_mod, S: int) -> tuple[int, int, int]:
@@ -53,3 +53,14 @@ def test_a_block_mask_is_thousands_of_times_smaller_than_the_mask() -> None:
     lists = create_block_mask(mods.causal_mask, None, None, 4096, 4096).lists()
     size = lists.entries.nbytes + lists.row_offsets.nbytes
     assert size <= 4096
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_documents_of_one_batch_serve_the_ids_of_several(contiguous: bool) -> None:
+    """ids [2, 6] with kv_ids [1, 6] or [6], or the reverse, ended in torch.searchsorted."""
+    several = torch.tensor([[0, 0, 1, 1, 2, 2], [2, 2, 2, 1, 1, 0]])
+    one = torch.tensor([0, 0, 1, 1, 2, 2]) if contiguous else torch.tensor([0, 1, 0, 2, 1, 2])
+    for ids, kv_ids in ((several, one), (several, one[None]), (one, several), (one[None], several)):
+        kept = create_mask(mods.documents(ids, kv_ids), 2, 1, 6, 6)[:, 0]
+        wide = [t.expand(2, 6) for t in (ids, kv_ids)]
+        assert torch.equal(kept, wide[0][:, :, None] == wide[1][:, None])

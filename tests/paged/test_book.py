@@ -72,7 +72,7 @@ def test_a_fork_at_a_page_boundary_copies_nothing() -> None:
     [
         (lambda b: b.length(7), OptionError, "there is no sequence 7: it was freed, or never made"),
         (lambda b: b.extend([0, 0], [1, 1]), OptionError, "names one twice"),
-        (lambda b: b.extend([0], [-1]), ShapeError, "is extended by -1 tokens"),
+        (lambda b: b.extend([0], [-1]), ShapeError, "is extended by -1; 0 tokens or more"),
         (lambda b: b.fork(0, 41), ShapeError, "a fork of its first 41 does not exist"),
         (lambda b: b.truncate(0, 41), ShapeError, "it cannot be cut to 41"),
         (lambda b: b.drop_before(0, 41), ShapeError, "position 41 is not one of them"),

@@ -11,11 +11,12 @@ import torch
 
 import attnloom
 from attnloom.errors import ShapeError
-from attnloom.plots import cells
+from attnloom.plots import cells, reduced
 from attnloom.plots.cells import Kind, colours_of, tile_colours, tile_kinds, token_kinds
 from attnloom.plots.colours import PALETTE, lightness, palette_rgb
 from attnloom.plots.png import png_bytes
 from attnloom.plots.region import Region, read_heads, read_span
+from tests.harness.memory import peak_growth
 
 
 def window(b, h, q_idx, kv_idx):
@@ -135,3 +136,41 @@ def test_png_files_hold_the_pixels():
     image = np.random.default_rng(0).random((7, 5, 3))
     read = np.asarray(image_module.open(io.BytesIO(png_bytes(image))))
     assert (read == np.round(image * 255)).all()
+
+
+def _scattered(b, h, q_idx, kv_idx):
+    return ((q_idx * 7 + kv_idx * 13) % 5 < 2) & (q_idx - kv_idx <= 150) & (kv_idx != 33)
+
+
+@pytest.mark.parametrize("in_tiles", [True, False])
+@pytest.mark.parametrize("mod", [window, _scattered, lambda b, h, q, kv: q < 0], ids=str)
+def test_more_scores_than_can_be_held_are_reduced_tile_by_tile(mod, in_tiles, monkeypatch):
+    """The same picture as from all tokens at once; above 2^24 scores that was refused."""
+    mask = attnloom.create_block_mask(mod, None, 2, 610, 730, device="cpu", BLOCK_SIZE=(32, 16))
+    region = Region(0, (1,), (11, 603), (5, 729))
+    for module in (cells, reduced):
+        monkeypatch.setattr(module, "MAX_CELLS", 50)
+    monkeypatch.setattr(reduced, "_AT_ONCE", 999)
+    tiles = mask if in_tiles else None
+    whole = reduced.token_colours(mod, tiles, region, 1)
+    monkeypatch.setattr(reduced, "MAX_SCORES", 1000)
+    monkeypatch.setattr(cells, "mask_tokens", None)  # never dense
+    assert np.allclose(reduced.token_colours(mod, tiles, region, 1), whole)
+
+
+def test_pictures_of_long_masks_are_small():
+    mask = attnloom.create_block_mask(window, None, None, 1 << 17, 1 << 17, device="cpu")
+    whole = Region(0, (0,), (0, 1 << 17), (0, 1 << 17))
+    with peak_growth() as peak:
+        image = reduced.token_colours(window, mask, whole, 0)
+    assert peak.bytes < 1 << 28
+    assert image.shape == (1024, 1024, 3)
+    # The diagonal is kept in part, and what is far from it is empty.
+    assert (image[0, 1:] == 1).all() and (image[512, 512] < 1).all()
+
+
+def test_scores_of_partial_tiles_are_bounded(monkeypatch):
+    mask = attnloom.create_block_mask(_scattered, None, None, 5000, 5000, device="cpu")
+    monkeypatch.setattr(reduced, "MAX_ASKED", 1 << 20)
+    with pytest.raises(ShapeError, match=r"scores in partial tiles, more than 1048576\. Zoom in"):
+        reduced.token_colours(_scattered, mask, Region(0, (0,), (0, 5000), (0, 5000)), 0)

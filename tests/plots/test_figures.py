@@ -27,6 +27,10 @@ def by_head(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx).abs() <= reach[h]
 
 
+def masked(q_len, mod=causal):
+    return attnloom.create_block_mask(mod, None, None, q_len, 20, device="cpu", BLOCK_SIZE=16)
+
+
 def images(figure):
     return [axes.images[0].get_array() for axes in figure.axes if axes.images]
 
@@ -92,6 +96,20 @@ def test_a_block_map():
     assert legend_texts(figure)[0] == "full tile of 16 x 16"
     (part,) = images(plot_block_map(mask, heads=0, q_range=(17, 40), kv_range=(0, 16)))
     assert part.shape == (2, 1, 3)
+
+
+def test_a_mask_without_live_tiles_is_white():
+    figure = plot_block_map(masked(40, lambda b, h, q_idx, kv_idx: q_idx < 0))
+    assert (images(figure)[0] == rgb(EMPTY)).all()
+    assert [axes.get_title() for axes in figure.axes] == ["0.0% of the tiles are live"]
+
+
+def test_a_long_mask_token_by_token():
+    """More than 4096 x 4096 tokens were refused."""
+    figure = plot_mask(causal, 5000, block_size=64)
+    (image,) = images(figure)
+    assert image.shape == (1000, 1000, 3)
+    assert (image[500, :500] == rgb(FULL)).any() and (image[500, 515:] == rgb(EMPTY)).all()
 
 
 def test_scores_of_positions_alone():
@@ -167,8 +185,11 @@ def test_without_matplotlib(monkeypatch):
     [
         (lambda: plot_mask(causal), ShapeError, "q_len is missing: a mod has no length"),
         (lambda: plot_mask(causal, 0), ShapeError, "q_len is 0; a picture needs 1 token"),
-        (lambda: plot_mask(causal, 3, tokens=["a"]), ShapeError, "tokens has 1 labels; there are"),
+        (lambda: plot_mask(causal, 3, tokens=["a"]), ShapeError, "tokens has 1 label; there are 3"),
         (lambda: plot_mask(causal, 3, 4, kv_tokens="ab"), ShapeError, "kv_tokens has 2 labels"),
+        (lambda: plot_block_map(masked(0)), ShapeError, r"shape \[1, 1, 0, 20\].* no score"),
+        (lambda: plot_mask(masked(0)), ShapeError, r"shape \[1, 1, 0, 20\].* no score to draw"),
+        (lambda: plot_scores(mask=masked(0)), ShapeError, "no score to draw"),
         (lambda: plot_block_map(causal), ModError, "draws a BlockMask, got function"),
         (lambda: plot_plan(causal), OptionError, "draws what attnloom.explain returns, got func"),
         (lambda: plot_scores(query=torch.ones(1, 1, 2, 2)), ShapeError, "give both or neither"),

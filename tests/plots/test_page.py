@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import attnloom
 from attnloom.cli.main import main
@@ -110,6 +111,22 @@ def test_pictures_and_data_are_the_block_map(found):
         file = base64.b64decode(attributes["src"].partition("base64,")[2])
         pixels = np.asarray(image_module.open(io.BytesIO(file)))
         assert (pixels == np.round(palette_rgb()[kinds] * 255)).all()
+
+
+def test_heads_that_share_a_map_are_named():
+    def window(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < torch.where(h == 1, 300, 900))
+
+    explained = attnloom.explain(
+        None, window, q_len=1000, heads=4, batch=2, block_size=64, measure=False
+    )
+    page = explain_html(explained)
+    reader = _Reader(page)
+    assert len(reader.named("img")) == len(reader.named("option")) == len(_data(page)["cells"]) == 2
+    text = " ".join(" ".join(reader.text).split())
+    assert "2 block maps differ over batch entries and heads." in text
+    for pairs in ("batch 0, 1, heads 0, 2, 3", "batch 0, 1, head 1"):
+        assert text.count(pairs) == 2  # the choice, and the list
 
 
 def test_long_masks_share_cells():

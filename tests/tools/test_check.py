@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import attnloom
+from attnloom import mods as variants
 from attnloom.errors import ShapeError
 from attnloom.tools import checking
 from attnloom.tools.budget import judge
-from attnloom.tools.names import tensor_names
 from attnloom.tools.setting import Defaults
+from attnloom.trace.names import tensor_names
 from tests.tools import mods
 
 SMALL = {"q_len": 72, "head_dim": 16, "batch": 1}
@@ -191,7 +192,7 @@ def test_told_sizes_are_cut_to_what_the_oracle_holds(monkeypatch):
     def mod(score, b, h, q_idx, kv_idx):
         return score * scale[h]
 
-    monkeypatch.setattr(checking, "_DEFAULTS", Defaults(2, 2, 8 * 64 * 64))
+    monkeypatch.setattr(checking, "_DEFAULTS", Defaults(160, 2, 2, 8 * 64 * 64))
     found = attnloom.check_mod(mod, q_len=64, head_dim=16, kv_heads=2)
     assert (found.setting.batch, found.setting.heads) == (2, 4)
     assert found.setting.notes == (
@@ -214,3 +215,48 @@ def test_verdicts_on_values_that_are_not_finite():
     good = judge("lse", exact.float(), exact.float(), exact)
     assert good.passed
     assert dataclasses.replace(good, problem="x").passed is False
+
+
+IDS = torch.arange(700) // 100
+
+
+def same_document(b, h, q_idx, kv_idx):
+    return IDS[q_idx] == IDS[kv_idx]
+
+
+@pytest.mark.parametrize(
+    ("mods_", "given", "explained", "checked"),
+    [
+        # a canvas is exact, whatever the default
+        ((None, variants.neighborhood((12, 14), 3)), {}, (168, 168), (168, 168)),
+        ((None, same_document), {}, (700, 700), (160, 160)),
+        ((variants.additive_bias(torch.zeros(60, 90)), None), {}, (60, 90), (60, 90)),
+        # one length stands for the other; a given q_len is kv_len too
+        ((None, variants.key_padding(torch.ones(77).bool())), {}, (77, 77), (77, 77)),
+        ((None, same_document), {"q_len": 50}, (50, 50), (50, 50)),
+        ((None, same_document), {"kv_len": 50}, (700, 50), (160, 50)),
+        ((None, variants.causal_mask), {}, (2048, 2048), (160, 160)),
+    ],
+)
+def test_lengths_are_told_by_captured_tensors_and_factories(mods_, given, explained, checked):
+    """A factory's canvas or ids of other lengths than the default were refused."""
+    setting = attnloom.explain(*mods_, measure=False, **given).setting
+    assert (setting.q_len, setting.kv_len) == explained
+    setting = attnloom.check_mod(*mods_, **given).setting
+    assert (setting.q_len, setting.kv_len) == checked
+
+
+def test_told_lengths_are_noted():
+    def notes(mod):
+        return attnloom.explain(mask_mod=mod, measure=False).setting.notes
+
+    canvas = "as neighborhood: canvas is (12, 14)"
+    assert notes(variants.neighborhood((12, 14), 3)) == (
+        f"q_len is 168, {canvas}",
+        f"kv_len is 168, {canvas}",
+    )
+    assert notes(same_document) == (
+        "q_len is 700, as IDS[q_idx] has that length; --q-len says otherwise",
+        "kv_len is 700, as IDS[kv_idx] has that length; --kv-len says otherwise",
+    )
+    assert attnloom.check_mod(mask_mod=same_document).setting.notes == ()

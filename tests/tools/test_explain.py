@@ -18,6 +18,7 @@ from attnloom.errors import (
 )
 from attnloom.ir.node import BoundProgram, DType
 from attnloom.ir.passes.simplify import simplify
+from attnloom.tools.alike import pairs_text
 from attnloom.tools.formula import statements
 from attnloom.trace.tracer import trace_score
 from tests.tools import mods
@@ -102,7 +103,7 @@ def test_mask_in_numbers():
     assert mask.shape == (2, 3, 1000, 1300)
     assert mask.num_tiles == tiles.numel()
     assert mask.num_full + mask.num_partial == int(tiles.sum())
-    assert mask.num_lists == 1
+    assert len(mask.alike) == 1 and len(mask.alike[0]) == 6
     assert math.isclose(mask.density, 1 - whole.sparsity() / 100)
     assert mask.full_scores + mask.partial_scores == round(mask.density * 6 * 1000 * 1300)
     # Rows of the picture are rows of tiles, two characters a column.
@@ -126,7 +127,7 @@ def test_a_picture_of_a_million_tokens_stays_small():
 
 def test_backend_and_kernel():
     decode = explain(mods.alibi(4), q_len=1, kv_len=512).backend
-    assert decode.kernel.startswith("decode (query has 1 rows")
+    assert decode.kernel.startswith("decode (query has 1 row;")
     forced = explain(mods.alibi(4), q_len=64, kernel_options={"backend": "tiled"}).backend
     assert (forced.backend, forced.rejected) == ("tiled", ())
     assert "chosen by kernel_options" in forced.why
@@ -198,3 +199,17 @@ def test_errors(call, error, said):
     with pytest.raises(error) as caught:
         call()
     assert said in str(caught.value)
+
+
+def test_heads_that_share_a_map_are_grouped():
+    """Four heads with two windows were counted as four maps, as they are stored."""
+    reach = torch.tensor([100, 900, 100, 100])
+
+    def window(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() <= reach[h]
+
+    (one, other) = explain(None, window, batch=2, q_len=1500, measure=False).mask.alike
+    assert one == tuple((b, h) for b in (0, 1) for h in (0, 2, 3))
+    assert other == ((0, 1), (1, 1))
+    assert pairs_text(one) == "batch 0, 1, heads 0, 2, 3"
+    assert pairs_text(((0, 0), (0, 1), (0, 2), (1, 5))) == "batch 0, heads 0-2; batch 1, head 5"

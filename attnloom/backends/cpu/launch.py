@@ -36,6 +36,7 @@ from attnloom.backends.cpu.schedule import (
 )
 from attnloom.backends.cpu.widths import needs_wide_ints
 from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
+from attnloom.errors import counted
 from attnloom.ir.node import DType
 from attnloom.plan.problem import compute_type
 
@@ -78,7 +79,8 @@ class CpuBackend:
             for spec in bound.program.tensors if bound is not None else ():
                 if spec.rank > _MAX_RANK:
                     return (
-                        f"a captured tensor has {spec.rank} dimensions, kernels take {_MAX_RANK}."
+                        f"a captured tensor has {counted(spec.rank, 'dimension')}, kernels take "
+                        f"{_MAX_RANK}."
                     )
         if toolchain.available() is None:
             return "no C++ compiler was found."

@@ -13,6 +13,7 @@ import re
 import torch
 
 from attnloom.backends.registry import AttentionCall
+from attnloom.errors import counted
 
 MAX_HEAD_DIM = 256
 _TESTED = ((3, 6),)
@@ -54,7 +55,7 @@ def call_refusal(call: AttentionCall) -> str | None:
                 "and no expanded dimension. Pass a contiguous copy."
             )
         if tensor.size(2) > _POSITIONS:
-            return f"{name} has {tensor.size(2)} rows (the kernels take {_POSITIONS})."
+            return f"{name} has {counted(tensor.size(2), 'row')} (the kernels take {_POSITIONS})."
     return None
 
 

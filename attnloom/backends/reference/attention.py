@@ -11,7 +11,7 @@ import torch
 from attnloom.backends.reference.lanes import evaluate_lanes
 from attnloom.backends.registry import ForwardResult
 from attnloom.block_mask import BlockLists
-from attnloom.errors import ShapeError
+from attnloom.errors import ShapeError, counted
 
 Mod = Callable[..., Any]
 
@@ -199,8 +199,8 @@ def _check_shapes(
         (key_heads == heads or enable_gqa, "head counts differ; pass enable_gqa=True"),
         (
             heads == key_heads or (key_heads > 0 and heads % key_heads == 0),
-            f"query has {heads} heads, key has {key_heads}; query heads must be a multiple of "
-            "key heads",
+            f"query has {counted(heads, 'head')}, key has {key_heads}; query heads must be a "
+            "multiple of key heads",
         ),
     )
     for holds, problem in rules:

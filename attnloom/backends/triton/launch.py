@@ -20,6 +20,7 @@ from attnloom.backends.triton.current import on_device
 from attnloom.backends.triton.launcher import addresses_aligned
 from attnloom.backends.triton.lists import fitted
 from attnloom.backends.triton.refined import refined
+from attnloom.errors import counted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _POSITIONS = 2**31 - 256  # row and key numbers of the last tile fit int32
@@ -50,7 +51,8 @@ class TritonBackend:
                     f"{MAX_HEAD_DIM}."
                 )
             if tensor.size(2) > _POSITIONS:
-                return f"{name} has {tensor.size(2)} rows (the kernels take {_POSITIONS})."
+                rows = counted(tensor.size(2), "row")
+                return f"{name} has {rows} (the kernels take {_POSITIONS})."
         return None
 
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:

@@ -1,4 +1,4 @@
-"""Names of the tensors that a mod captures, as its author wrote them."""
+"""Names of mods and of the tensors that they capture, as their author wrote them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,37 @@ from typing import Any
 import torch
 
 _MAX_DEPTH = 4
+
+
+NOTE = "known_as"
+# What is put around a mod when a part of a mask, or of a batch, is computed.
+_SHELLS = ("attnloom.masking.views", "attnloom.api.sharded")
+
+
+def known_as(mod: Any, name: str) -> Any:
+    """The mod itself, with a note of what its author calls it."""
+    setattr(mod, NOTE, name)
+    return mod
+
+
+def author_of(mod: Any) -> Any:
+    """The function that an author wrote, under partials and attnloom's own shells."""
+    while isinstance(mod, functools.partial) and NOTE not in vars(mod):
+        shell = getattr(mod.func, "__module__", None) in _SHELLS and mod.args
+        mod = mod.args[0] if shell else mod.func
+    return mod
+
+
+def mod_name(mod: Any) -> str:
+    """The name a user knows a mod by: of the function under partials, methods and callables."""
+    mod = author_of(mod)
+    name = getattr(mod, NOTE, None) or getattr(mod, "__qualname__", None)
+    return str(name or type(mod).__qualname__).replace("<locals>.", "")
+
+
+def name_of(mod: Any, tensor: torch.Tensor) -> str:
+    """The name by which a mod captures `tensor`, or ''."""
+    return next((name for name, found in named_tensors(mod) if found is tensor), "")
 
 
 def tensor_names(mod: Any, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
