@@ -77,7 +77,8 @@ def _attnloom(problem: Problem, kernel_options: dict[str, Any], device: str) -> 
     if device != "cpu":
         problem = _on(device, problem)
     case, s = problem.case, problem.case.sizes
-    score_mod, mask_mod = problem.mods
+    with torch.device(device):
+        score_mod, mask_mod = problem.mods
     block_mask = None
     if mask_mod is not None:
         axes = case.row.mask_axes
