@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attnloom.backends.cpu import launch
 from attnloom.backends.reference import evaluate_lanes, reference_attention
 from tests.harness.case import Problem
 
@@ -118,7 +119,9 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
-    """Inside, `torch.empty` gives NaN, so that an element left unwritten shows."""
+    """Inside, `torch.empty` gives NaN, so that an element left unwritten shows; so do CPU kernels'
+    workspaces, of which the last is kept otherwise."""
+    launch._kept.workspace = launch._kept.workspace[:0]
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
