@@ -50,7 +50,12 @@ class Variant:
         return q_len, kv_len
 
     def build(self, B: int, H: int, S: int) -> tuple[Mod | None, Mod | None]:
-        """(score_mod, mask_mod) at these sizes; None for what the example does not set."""
+        """(score_mod, mask_mod) at these sizes; None for what the example does not set.
+
+        What it draws, on torch's default device, is the same every time.
+        """
         scope: dict[str, Any] = {"torch": torch, "math": math, "mods": mods, "B": B, "H": H, "S": S}
-        exec(compile(self.code, f"<variant {self.name}>", "exec"), scope)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            exec(compile(self.code, f"<variant {self.name}>", "exec"), scope)
         return scope.get("score_mod"), scope.get("mask_mod")

@@ -19,7 +19,7 @@ score_mod = mods.alibi(num_heads=H)
         "score",
         "A learned bias for each bucket of distance.",
         """\
-table = torch.randn(32, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
+table = torch.randn(32, H).requires_grad_()
 score_mod = mods.t5_bias(table)
 """,
     ),
@@ -30,7 +30,7 @@ score_mod = mods.t5_bias(table)
         """\
 mask_mod = mods.causal_mask
 
-table = torch.randn(H, 2 * 32 + 1, generator=torch.Generator().manual_seed(0)).requires_grad_()
+table = torch.randn(H, 2 * 32 + 1).requires_grad_()
 score_mod = mods.relative_bias(table)
 """,
     ),
@@ -39,7 +39,7 @@ score_mod = mods.relative_bias(table)
         "score",
         "A full bias, one number a score.",
         """\
-bias = torch.randn(H, S, S, generator=torch.Generator().manual_seed(0))
+bias = torch.randn(H, S, S)
 score_mod = mods.additive_bias(bias)
 """,
     ),
@@ -48,7 +48,7 @@ score_mod = mods.additive_bias(bias)
         "score",
         "One number a pair of tokens, weighted by head.",
         """\
-bias = torch.randn(S, S, generator=torch.Generator().manual_seed(0))
+bias = torch.randn(S, S)
 score_mod = mods.pair_bias(bias, factor=torch.linspace(0.5, 2.0, H))
 """,
     ),
@@ -67,7 +67,7 @@ score_mod = mods.head_bias(torch.linspace(-1.0, 1.0, H))
         "A bias by the distance on both axes, in windows.",
         """\
 side, M = math.isqrt(S), math.isqrt(S) // 2
-table = torch.randn((2 * M - 1) ** 2, H, generator=torch.Generator().manual_seed(0))
+table = torch.randn((2 * M - 1) ** 2, H)
 score_mod = mods.swin_bias((side, side), M, table)
 mask_mod = mods.swin_window((side, side), M)
 """,
@@ -98,7 +98,7 @@ score_mod = mods.distance_decay(num_heads=H)
 place = torch.arange(S)
 around = (place[:, None] - place).abs()
 distances = torch.minimum(around, S - around).clamp(max=15)
-table = torch.randn(16, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
+table = torch.randn(16, H).requires_grad_()
 score_mod = mods.graphormer_spatial(distances, table)
 """,
     ),
@@ -110,8 +110,7 @@ score_mod = mods.graphormer_spatial(distances, table)
 place, step = torch.arange(S), torch.arange(3)
 ahead = (place - place[:, None]) % S
 paths = torch.where(step < ahead[..., None], (place[:, None, None] + step) % S, -1)
-draw = torch.Generator().manual_seed(0)
-features, weight = torch.randn(S, 4, generator=draw), torch.randn(3, H, 4, generator=draw)
+features, weight = torch.randn(S, 4), torch.randn(3, H, 4)
 score_mod = mods.graphormer_edge(paths, features, weight)
 """,
     ),
@@ -149,8 +148,7 @@ score_mod = mods.position_temperature(0.4 * torch.arange(2, S + 2).log())
         """\
 mask_mod = mods.causal_mask
 
-draw = torch.Generator().manual_seed(0)
-q_rope, k_rope = torch.randn(B, H, S, 8, generator=draw), torch.randn(B, S, 8, generator=draw)
+q_rope, k_rope = torch.randn(B, H, S, 8), torch.randn(B, S, 8)
 score_mod = mods.latent_rope(q_rope, k_rope, scale=0.1)
 """,
     ),
@@ -221,7 +219,7 @@ mask_mod = mods.on_documents(mods.prefix_lm([S // 8, 0, S // 4]), cu_seqlens=cu_
         "combinator",
         "A mask of positions, for keys in the slots of a paged cache.",
         """\
-pages = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+pages = torch.randperm(8)
 positions = (pages[:, None] * (S // 8) + torch.arange(S // 8)).flatten()
 mask_mod = mods.logical_to_physical(mods.sliding_window(S // 4), torch.arange(S), positions)
 """,

@@ -48,26 +48,31 @@ class Interval:
 IntervalRule = Callable[[tuple[Interval, ...], DType], Interval]
 
 
+def constant(value: bool | int | float, dtype: torch.dtype | None = None) -> Tensor:
+    """Without dimensions, on the CPU whatever torch's default device: it meets tensors of any."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
 def unknown(dtype: DType) -> Interval:
     """Every value of the type."""
     if dtype is DType.BOOL:
-        return Interval(torch.tensor(False), torch.tensor(True))
+        return Interval(constant(False), constant(True))
     if dtype.is_float:
-        infinity = torch.tensor(math.inf, dtype=torch.float64)
+        infinity = constant(math.inf, dtype=torch.float64)
         return Interval(-infinity, infinity)
     lo, hi = INT_LIMITS[dtype]
-    return Interval(torch.tensor(lo), torch.tensor(hi), max(-lo, hi))
+    return Interval(constant(lo), constant(hi), max(-lo, hi))
 
 
 def point(value: bool | int | float, dtype: DType) -> Interval:
     """One constant."""
     if dtype is DType.BOOL:
-        flag = torch.tensor(bool(value))
+        flag = constant(bool(value))
         return Interval(flag, flag)
     if dtype.is_float:
-        end = torch.tensor(float(value), dtype=torch.float64)
+        end = constant(float(value), dtype=torch.float64)
         return spread_nan(end, end) if dtype is DType.F64 else outward(end, end, dtype)
-    end = torch.tensor(int(value))
+    end = constant(int(value))
     return Interval(end, end, abs(int(value)))
 
 

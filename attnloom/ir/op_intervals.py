@@ -18,6 +18,7 @@ from attnloom.ir.interval import (
     INT_LIMITS,
     Interval,
     IntervalRule,
+    constant,
     corners,
     integer,
     maybe_nan,
@@ -365,10 +366,10 @@ def bounded(size: float) -> IntervalRule:
     """Within -size .. size for finite operands; NaN possible otherwise."""
 
     def rule(args: Args, _: DType) -> Interval:
-        open_ = torch.zeros((), dtype=torch.bool)
+        open_ = constant(False)
         for x in args:
             open_ = open_ | _infinite(x)
-        hi = torch.where(open_, math.inf, torch.tensor(size, dtype=torch.float64))
+        hi = torch.where(open_, math.inf, constant(size, torch.float64))
         return Interval(-hi, hi)
 
     return rule

@@ -30,12 +30,13 @@ def additive_bias(bias: Tensor) -> ScoreMod:
     headed = bias.dim() > 2 and bias.shape[-3] > 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        table = bias
-        if bias.dim() == 4:
-            table = table[b] if batched else table[0]
+        # One look-up: of a chain, what runs on many scores at once would gather whole rows.
+        table, at = bias, (q_idx, kv_idx)
         if bias.dim() > 2:
-            table = table[h] if headed else table[0]
-        return score + table[q_idx, kv_idx]
+            table, at = (table, (h, *at)) if headed else (table[..., 0, :, :], at)
+        if bias.dim() == 4:
+            table, at = (table, (b, *at)) if batched else (table[0], at)
+        return score + table[at]
 
     leading: tuple[Axis, ...] = ("batch", "heads")
     limits = of_table("additive_bias", "bias", bias, *leading[4 - bias.dim() :], "Q_LEN", "KV_LEN")

@@ -47,11 +47,13 @@ def bigbird(
     num_random = min(read_size(name, "num_random", num_random), num_blocks)
     heads = read_size(name, "num_heads", num_heads, 1)
 
-    place = torch.arange(num_blocks)
+    # On the CPU, where the generator is, whatever torch's default device.
+    place = torch.arange(num_blocks, device="cpu")
     live = (place[:, None] - place).abs() <= reach
     live |= (place < num_global) | (place < num_global)[:, None]
     live = live.expand(heads, -1, -1).clone()
-    draw = torch.rand(live.shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.rand(live.shape, generator=generator, device="cpu")
     order = draw.masked_fill(live, -1.0)
     chosen = order.topk(num_random, dim=-1)
     live.scatter_(-1, chosen.indices, live.gather(-1, chosen.indices) | (chosen.values >= 0))

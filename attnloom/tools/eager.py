@@ -70,8 +70,8 @@ def sizes_without_cancellation(
     draw = torch.Generator().manual_seed(0)
 
     def signed(dscore: torch.Tensor) -> torch.Tensor:
-        signs = torch.randint(0, 2, dscore.shape, generator=draw).to(dscore) * 2 - 1
-        return dscore * signs
+        signs = torch.randint(0, 2, dscore.shape, generator=draw, device="cpu")
+        return dscore * (signs.to(dscore) * 2 - 1)
 
     query, key, value = inputs
     results = eager_attention(query, key, value, *mods, on_dscore=signed)

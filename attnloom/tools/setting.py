@@ -83,7 +83,7 @@ class Setting:
             (self.kv_heads, self.kv_len),
         )
         q, k, v = (
-            torch.randn(self.batch, h, n, self.head_dim, generator=generator)
+            torch.randn(self.batch, h, n, self.head_dim, generator=generator, device="cpu")
             .to(self.dtype)
             .to(self.device)
             for h, n in rows

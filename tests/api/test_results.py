@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnloom import AuxRequest, create_block_mask, flex_attention, noop_mask
+from attnloom.backends.cpu import launch
 from tests.api.mods import causal, late_start, normal, qkv, slope_bias, soft_cap
 
 
@@ -154,7 +155,8 @@ def test_a_tensor_and_a_number_are_read_anew_on_every_call():
     )
 
 
-def test_another_default_device_changes_nothing():
+def test_another_default_device_changes_nothing(monkeypatch):
+    """A kernel's workspace lay on that device: it wrote to memory that was not there."""
     q, k, v = (x.requires_grad_() for x in qkv())
     slope = torch.ones(4, dtype=torch.float64, requires_grad=True)
     mask = create_block_mask(causal, None, None, 5, 7, device="cpu")
@@ -164,13 +166,17 @@ def test_another_default_device_changes_nothing():
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v, slope))
 
     want = run()
+    nothing = torch.empty(0, dtype=torch.uint8)
+    monkeypatch.setattr(launch._kept, "workspace", nothing)
     torch.set_default_device("meta")
     try:
+        window = create_block_mask(lambda b, h, q, k: q - k < 3, 1, 1, 70, 70, "cpu", 16)
         got = run()
     finally:
         torch.set_default_device(None)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
+    assert window.lists().entries.device.type == "cpu"
 
 
 def test_threads_share_plans():

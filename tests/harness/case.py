@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.harness.draw import Draw, Sizes
-from tests.harness.mods import MODS, Captures, Mod, ModPair
+from tests.harness.mods import Captures, Mod, ModPair, row_of
 
 MARGIN = 64  # elements of NaN before and after each tensor: what is read from there shows
 
@@ -19,7 +19,7 @@ MARGIN = 64  # elements of NaN before and after each tensor: what is read from t
 class Case:
     """A problem by its description; everything random follows from `seed` and the name of the mod.
 
-    mod: a row of MODS.
+    mod: a row of MODS or PUBLISHED.
     layout: how query, key and value lie in memory, see LAYOUTS.
     kv_dtype: dtype of key and value if it differs from dtype.
     kv_batch: batch of key and value, B or 1.
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def row(self) -> Mod:
-        return MODS[self.mod]
+        return row_of(self.mod)
 
     def with_seed(self, seed: int) -> Case:
         return replace(self, seed=seed)

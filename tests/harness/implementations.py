@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attnloom.backends.cpu import launch
 from attnloom.backends.reference import evaluate_lanes, reference_attention
 from tests.harness.case import Problem
 
@@ -77,7 +78,8 @@ def _attnloom(problem: Problem, kernel_options: dict[str, Any], device: str) -> 
     if device != "cpu":
         problem = _on(device, problem)
     case, s = problem.case, problem.case.sizes
-    score_mod, mask_mod = problem.mods
+    with torch.device(device):
+        score_mod, mask_mod = problem.mods
     block_mask = None
     if mask_mod is not None:
         axes = case.row.mask_axes
@@ -117,7 +119,9 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
-    """Inside, `torch.empty` gives NaN, so that an element left unwritten shows."""
+    """Inside, `torch.empty` gives NaN, so that an element left unwritten shows; so do CPU kernels'
+    workspaces, of which the last is kept otherwise."""
+    launch._kept.workspace = launch._kept.workspace[:0]
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,4 +1,5 @@
-"""Attention with a portable forward and the Gluon backward, whatever the size of the problem."""
+"""Attention with the Gluon backward, whatever the size of the problem, behind a portable forward or
+its own."""
 
 from __future__ import annotations
 
@@ -40,6 +41,27 @@ def gluon_backward(portable: bool = False) -> Iterator[None]:
     ):
         yield
     assert bool(used) == portable, "the kernels that ran are not those that were to be tested"
+
+
+@contextlib.contextmanager
+def gluon_alone() -> Iterator[None]:
+    """Inside, backend "gluon" computes gradients in its own kernels, whatever they spill and though
+    the harness draws memory by deterministic mode."""
+    backward = launch_backward.backward
+
+    def fused(call: AttentionCall, *rest: Any) -> Gradients:
+        options = replace(call.options, deterministic=False)
+        return backward(replace(call, options=options), *rest)
+
+    def portable(_: str) -> Any:
+        raise AssertionError("the portable kernels were to compute gradients")
+
+    with (
+        mock.patch.object(launch_backward, "backward", fused),
+        mock.patch.object(launch_backward, "FEW_SPILLS", 1 << 20),
+        mock.patch.object(launch_backward, "load", portable),
+    ):
+        yield
 
 
 def check_gradients(case: Case, portable: bool = False, **options: Any) -> None:

@@ -15,7 +15,7 @@ from attnloom.stats import compile_stats
 from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
-from tests.harness.implementations import attnloom_with
+from tests.harness.implementations import attnloom_with, fresh_memory_is_nan
 
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=300, KV_LEN=700, D=16, Dv=24)
 BLOCK_SIZES = [(16, 16), (16, 256), (128, 16), (32, 64), (64, 32), (128, 128), (256, 512)]
@@ -44,6 +44,20 @@ def dense(
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
     weights = scores.masked_fill(~live, -torch.inf).softmax(-1).nan_to_num(0.0)
     return weights @ value
+
+
+@pytest.mark.parametrize("key", [5, 140, 299])
+@pytest.mark.parametrize("row", [0, 16, 39, 99])
+def test_keys_that_one_row_reads_after_rows_without_any(row: int, key: int) -> None:
+    """The list of a row block without keys begins where the next one's does, and was taken for it:
+    keys that no other rows read were not packed, and a kernel read what its workspace held."""
+    live = torch.zeros(100, 300, dtype=torch.bool)
+    live[row, key] = True
+    generator = torch.Generator().manual_seed(0)
+    query, key_, value = (torch.randn(1, 2, n, 8, generator=generator) for n in (100, 300, 300))
+    with fresh_memory_is_nan():
+        out = flex_attention(query, key_, value, block_mask=scattered(live, (16, 16)))
+    torch.testing.assert_close(out, dense(query, key_, value, live))
 
 
 @pytest.mark.parametrize("block_size", [(16, 16), (64, 16), (16, 32), (128, 64)], ids=str)

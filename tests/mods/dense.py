@@ -9,19 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from attnloom import create_block_mask, create_mask, flex_attention
+from attnloom import create_block_mask, create_mask, flex_attention, mods
 from tests.harness.agree import close, normal
 from tests.masks.test_classify import codes_of, tile_codes
 
 Keeps = Callable[[int, int, int, int], bool]
 OnScores = Callable[[torch.Tensor], torch.Tensor]
 D = 8
-BOTH = ("cpu", "tiled")  # "tiled" compiles nothing; one case of each mod runs a kernel
+BOTH = ("cpu", "tiled")  # "tiled" compiles nothing; kernels are for what shares none
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,15 @@ def check_mask(mask_mod: Any, keeps: Keeps, sizes: Sizes, *backends: str) -> tor
     return kept
 
 
+def check_in_one_kernel(cases: Sequence[tuple[Any, Keeps]], sizes: Sizes) -> None:
+    """Assert that a kernel of the CPU keeps what each `keeps` does, one mask_mod a head."""
+    sizes = replace(sizes, H=len(cases))
+    kept = loops(lambda b, h, q, k: cases[h][1](b, 0, q, k), sizes)
+    mask_mod = mods.per_head(*(mask_mod for mask_mod, _ in cases))
+    block_mask = create_block_mask(mask_mod, *sizes.shape, BLOCK_SIZE=16)
+    check_attention(None, block_mask, kept, None, sizes, (), "cpu")
+
+
 def check_score(
     score_mod: Any,
     on_scores: OnScores,
@@ -88,7 +97,7 @@ def check_score(
 ) -> None:
     """Assert that values and all gradients are those of the dense formula.
 
-    backends: default BOTH; with "cpu gradients" the kernels' gradients are checked too.
+    backends: default "tiled"; with "cpu gradients" the kernels' gradients are checked too.
     captures: tensors that require grad, which both the mod and the formula use.
     mask: a mask_mod and its independent form.
     """
@@ -115,7 +124,7 @@ def check_attention(
     expected = attention(q, k, v, kept, on_scores)
     weight = normal(*expected.shape, seed=9)
     wanted = _gradients(expected, weight, leaves)
-    for backend in [b for b in backends or BOTH if b in BOTH]:
+    for backend in [b for b in backends or ("tiled",) if b in BOTH]:
         options: Any = {"backend": backend}
         out = flex_attention(q, k, v, score_mod, block_mask, kernel_options=options)
         close(out, expected)

@@ -7,7 +7,7 @@ import torch
 
 from attnloom import BlockMask, create_block_mask, create_mask, flex_attention, mods
 from tests.harness.agree import close, normal
-from tests.mods.dense import BOTH, Sizes, check_mask, check_score, grid
+from tests.mods.dense import BOTH, Sizes, check_in_one_kernel, check_mask, check_score, grid
 
 CU = [0, 13, 13, 14, 33, 40]
 IDS = [0, 1, 2, 0, 0, 1, 3, 3, 2, 0] * 4
@@ -109,22 +109,26 @@ CASES = {
 }
 
 
-ON_KERNELS = {
+ON_KERNELS = (
     "not",
     "xor",
-    "by head",
     "offset",
     "an offset a batch entry",
     "on documents",
     "on interleaved documents",
     "logical positions",
-}
+)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_mask(name: str) -> None:
     make, keeps, sizes = CASES[name]
-    check_mask(make(), keeps, sizes, *(BOTH if name in ON_KERNELS else ("tiled",)))
+    check_mask(make(), keeps, sizes, *(BOTH if name == "by head" else ()))
+
+
+def test_in_one_kernel() -> None:
+    cases = [CASES[name] for name in ON_KERNELS]
+    check_in_one_kernel([(make(), keeps) for make, keeps, _ in cases], Sizes(B=2))
 
 
 def test_compose_in_order() -> None:
@@ -132,7 +136,7 @@ def test_compose_in_order() -> None:
     mod = mods.compose(mods.alibi(3), mods.softcap(2.0))
     slope = torch.tensor([2**-4, 2**-8, 2**-2], dtype=torch.float64)[:, None, None]
     check_score(mod, lambda s: 2 * torch.tanh((s + slope * (k - q)) / 2), BIG)
-    check_score(mods.compose(), lambda s: s, BIG, "tiled")
+    check_score(mods.compose(), lambda s: s, BIG)
 
 
 def test_scores_by_head() -> None:
@@ -145,7 +149,7 @@ def test_scores_by_head() -> None:
             torch.tensor([1, 0, 1])[:, None, None] == 1, capped, s / heat.double()[:, None, None]
         )
 
-    check_score(mod, on_scores, BIG, captures=[heat])
+    check_score(mod, on_scores, BIG, *BOTH, captures=[heat])
 
 
 def test_scores_at_an_offset() -> None:
@@ -189,6 +193,7 @@ def test_scores_of_logical_positions() -> None:
         mods.logical_to_physical(mods.relative_bias(table), slots),
         lambda s: s + table.double()[:, at[:, None] - at + 40],
         Sizes(),
+        *BOTH,
         captures=[table],
     )
 

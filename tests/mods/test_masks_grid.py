@@ -11,7 +11,7 @@ import torch
 from attnloom import flex_attention, mods
 from attnloom.api.masks import create_block_mask
 from tests.harness.agree import close, normal
-from tests.mods.dense import BOTH, Sizes, check_mask
+from tests.mods.dense import Sizes, check_in_one_kernel, check_mask
 
 
 def cells(canvas: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -65,8 +65,7 @@ GRIDS = [
 def test_neighborhood(canvas, kernel, dilation, causal) -> None:
     mod = mods.neighborhood(canvas, kernel, dilation, causal)
     keeps = neighbours(cells(canvas), canvas, kernel, dilation, causal)
-    on_kernels = canvas in ((6, 9), (3, 4, 5))
-    kept = check_mask(mod, keeps, square(canvas), *(BOTH if on_kernels else ("tiled",)))
+    kept = check_mask(mod, keeps, square(canvas))
     if not any(causal):
         assert (kept.sum(-1) == math.prod(kernel)).all()  # every token sees equally many
 
@@ -132,8 +131,7 @@ def test_orders(name: str) -> None:
     ones, never = (1,) * len(canvas), (False,) * len(canvas)
     mod = mods.neighborhood(canvas, kernel, order=order)
     keeps = neighbours(expected, canvas, kernel, ones, never)
-    backends = BOTH if name in ("tiled image", "morton video") else ("tiled",)
-    check_mask(mod, keeps, square(canvas), *backends)
+    check_mask(mod, keeps, square(canvas))
 
 
 def test_an_order_changes_nothing_but_places() -> None:
@@ -180,14 +178,13 @@ def tile_window(places, canvas, tile, window):
 )
 def test_sliding_tile(canvas, tile, window) -> None:
     keeps = tile_window(tiled_cells(canvas, tile), canvas, tile, window)
-    backends = BOTH if canvas == (7, 10) else ("tiled",)
-    check_mask(mods.sliding_tile(canvas, tile, window), keeps, square(canvas), *backends)
+    check_mask(mods.sliding_tile(canvas, tile, window), keeps, square(canvas))
 
 
 def test_sliding_tile_in_another_order() -> None:
     canvas, order = (8, 6), mods.morton_order((8, 6))
     keeps = tile_window(morton_cells(canvas), canvas, (2, 3), (3, 1))
-    check_mask(mods.sliding_tile(canvas, (2, 3), (3, 1), order), keeps, square(canvas), "tiled")
+    check_mask(mods.sliding_tile(canvas, (2, 3), (3, 1), order), keeps, square(canvas))
 
 
 def test_sliding_tiles_are_whole_blocks() -> None:
@@ -199,25 +196,51 @@ def test_sliding_tiles_are_whole_blocks() -> None:
     assert int(mask.kv_num_blocks.sum()) == 0
 
 
+def regions(canvas, window, shift):
+    """By rolling the image and numbering regions, as the paper's code does."""
+    sides = window if isinstance(window, tuple) else (window, window)
+    moves = shift if isinstance(shift, tuple) else (shift, shift)
+    places = cells(canvas)
+
+    def region(n: int, side: int, move: int, i: int) -> tuple[int, bool]:
+        rolled = (i - move) % n
+        return rolled // side, i < move  # what was rolled around the border is apart
+
+    def name(token: int) -> list[tuple[int, bool]]:
+        return [region(*axis) for axis in zip(canvas, sides, moves, places[token], strict=True)]
+
+    return lambda b, h, q, k: name(q) == name(k)
+
+
 @pytest.mark.parametrize(
     ("canvas", "window", "shift"),
     [((8, 8), 4, 0), ((8, 8), 4, 2), ((7, 6), (3, 2), (1, 0)), ((6, 6), 6, 3)],
     ids=str,
 )
 def test_swin_window(canvas, window, shift) -> None:
-    """By rolling the image and numbering regions, as the paper's code does."""
-    sides = window if isinstance(window, tuple) else (window, window)
-    moves = shift if isinstance(shift, tuple) else (shift, shift)
+    keeps = regions(canvas, window, shift)
+    check_mask(mods.swin_window(canvas, window, shift), keeps, square(canvas))
 
-    def region(n: int, side: int, move: int, i: int) -> tuple[int, bool]:
-        rolled = (i - move) % n
-        return rolled // side, i < move  # what was rolled around the border is apart
 
-    places = cells(canvas)
-
-    def name(token: int) -> list[tuple[int, bool]]:
-        return [region(*axis) for axis in zip(canvas, sides, moves, places[token], strict=True)]
-
-    mod = mods.swin_window(canvas, window, shift)
-    backends = BOTH if canvas == (7, 6) else ("tiled",)
-    check_mask(mod, lambda b, h, q, k: name(q) == name(k), square(canvas), *backends)
+def test_in_one_kernel() -> None:
+    """Canvases of 60 tokens."""
+    image, video = (6, 10), (3, 4, 5)
+    dilated = ((3, 4), (2, 1), (False, True))
+    ones, never, kernel = (1, 1, 1), (False,) * 3, (3, 3, 3)
+    tiled, morton = mods.tiled_order(image, (4, 2)), mods.morton_order(video)
+    places, tiles = tiled_cells(image, (4, 2)), tiled_cells(image, (2, 4))
+    cases = [
+        (mods.neighborhood(image, *dilated), neighbours(cells(image), image, *dilated)),
+        (mods.neighborhood(video, 3), neighbours(cells(video), video, kernel, ones, never)),
+        (
+            mods.neighborhood(image, 3, order=tiled),
+            neighbours(places, image, (3, 3), (1, 1), never[:2]),
+        ),
+        (
+            mods.neighborhood(video, 3, order=morton),
+            neighbours(morton_cells(video), video, kernel, ones, never),
+        ),
+        (mods.sliding_tile(image, (2, 4), (3, 1)), tile_window(tiles, image, (2, 4), (3, 1))),
+        (mods.swin_window(image, (3, 2), (1, 0)), regions(image, (3, 2), (1, 0))),
+    ]
+    check_in_one_kernel(cases, square(image))

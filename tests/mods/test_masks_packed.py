@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from attnloom import mods
-from tests.mods.dense import BOTH, Sizes, check_mask
+from tests.mods.dense import BOTH, Sizes, check_in_one_kernel, check_mask
 
 CU = [0, 13, 13, 14, 33, 40]  # an empty document, and one of a single token
+AFTER_PREFIX = [0, 6, 6, 7, 26, 33]
 
 
 def document_of(token: int, cu: list[int] = CU) -> int:
@@ -23,6 +24,9 @@ def same_document(b, h, q, k):
 PREFIXES = [0, 11, 40]
 IDS = [[0] * 12 + [1] * 9 + [7] * 19, [5] * 40]  # one document in the second entry
 MIXED = [0, 1, 2, 0, 0, 1, 3, 3, 2, 0] * 4  # interleaved
+
+
+MEDIA = [[t % 13 == 3 for t in range(40)], [t == 39 for t in range(40)], [True] * 40]
 
 
 def tutorial_prefix(b, h, q_idx, kv_idx):
@@ -87,11 +91,12 @@ CASES = {
         Sizes(),
     ),
     "shared prefix": (
-        lambda: mods.shared_prefix(7, CU),
+        lambda: mods.shared_prefix(7, AFTER_PREFIX),
         lambda b, h, q, k: (
-            k <= q and (k < 7 or (q >= 7 and document_of(q - 7) == document_of(k - 7)))
+            k <= q
+            and (k < 7 or document_of(q - 7, AFTER_PREFIX) == document_of(k - 7, AFTER_PREFIX))
         ),
-        Sizes(Q=47, KV=47),
+        Sizes(),
     ),
     "shared prefix of none": (
         lambda: mods.shared_prefix(0, CU),
@@ -114,9 +119,9 @@ CASES = {
         Sizes(B=3),
     ),
     "key padding": (
-        lambda: mods.key_padding(torch.tensor([[1, 0] * 20, [0] * 39 + [1]])),
-        lambda b, h, q, k: k % 2 == 0 if b == 0 else k == 39,
-        Sizes(B=2, Q=20),
+        lambda: mods.key_padding(torch.tensor([[1, 0] * 20, [0] * 39 + [1], [0] * 40])),
+        lambda b, h, q, k: [k % 2 == 0, k == 39, False][b],
+        Sizes(B=3, Q=20),
     ),
     "one key padding": (
         lambda: mods.key_padding(torch.tensor([True] * 30 + [False] * 10)),
@@ -127,6 +132,11 @@ CASES = {
         lambda: mods.flamingo(torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 1]]), 6),
         lambda b, h, q, k: k // 6 == ([-1, 0, 0, 1, 1], [-1, -1, -1, -1, 0])[b][q],
         Sizes(B=2, Q=5, KV=12),
+    ),
+    "flamingo, long": (
+        lambda: mods.flamingo(torch.tensor(MEDIA), 6),
+        lambda b, h, q, k: k // 6 == sum(MEDIA[b][: q + 1]) - 1,
+        Sizes(B=3),
     ),
     "flamingo, all before": (
         lambda: mods.flamingo(torch.tensor([0, 1, 0, 1, 0]), 6, only_immediate=False),
@@ -159,7 +169,7 @@ CASES |= {
 }
 
 
-ON_KERNELS = {
+ON_KERNELS = (
     "prefix",
     "prefixes",
     "tutorial prefix",
@@ -169,15 +179,15 @@ ON_KERNELS = {
     "right padding",
     "left padding",
     "key padding",
-    "flamingo",
-    "block diffusion 19, 5",
-}
+    "flamingo, long",
+    "block diffusion 20, 4",
+)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_mask(name: str) -> None:
     make, keeps, sizes = CASES[name]
-    check_mask(make(), keeps, sizes, *(BOTH if name in ON_KERNELS else ("tiled",)))
+    check_mask(make(), keeps, sizes)
 
 
 TREES = [[-1, 0, 0, 1, 1, 2, -1, 6, 3], [-1] * 9]
@@ -199,6 +209,19 @@ def sees(prefix: list[int], trees: list[list[int]]):
     return keeps
 
 
+def test_in_one_kernel() -> None:
+    """Trees among them, of which only the first nodes are keys."""
+    parents = [t % 5 - 1 if t < 5 else t - 1 - t % 3 for t in range(40)]
+    tree = sees([11] * 3, [parents] * 3)
+    masks = [
+        (mods.token_tree(parents, 11), tree),
+        (mods.token_tree_from_bits(mods.ancestor_bits(parents), 11), tree),
+    ]
+    cases = [CASES[name] for name in ON_KERNELS]
+    masks += [(make(), keeps) for make, keeps, _ in cases]
+    check_in_one_kernel(masks, Sizes(B=3))
+
+
 @pytest.mark.parametrize("prefix", [0, 21])
 def test_token_tree(prefix: int) -> None:
     keeps, sizes = sees([prefix], TREES[:1]), Sizes(H=2, Q=9, KV=33)
@@ -208,10 +231,10 @@ def test_token_tree(prefix: int) -> None:
 
 def test_a_token_tree_for_each_batch_entry() -> None:
     keeps, sizes = sees([24, 11], TREES), Sizes(B=2, Q=9, KV=33)
-    check_mask(mods.token_tree(torch.tensor(TREES), [24, 11]), keeps, sizes, "tiled")
+    check_mask(mods.token_tree(torch.tensor(TREES), [24, 11]), keeps, sizes)
     bits = mods.ancestor_bits(TREES)
     assert bits.shape == (2, 9, 2)
-    check_mask(mods.token_tree_from_bits(bits, [24, 11]), keeps, sizes, "tiled")
+    check_mask(mods.token_tree_from_bits(bits, [24, 11]), keeps, sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
@@ -238,10 +261,10 @@ def test_a_random_tree() -> None:
     generator = np.random.default_rng(0)
     parents = [int(generator.integers(-1, n)) for n in range(60)]
     keeps = sees([5], [parents])
-    check_mask(mods.token_tree(parents, 5), keeps, Sizes(Q=60, KV=65), "tiled")
+    check_mask(mods.token_tree(parents, 5), keeps, Sizes(Q=60, KV=65))
 
 
 def test_an_empty_tree() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     assert mods.ancestor_bits(empty).shape == (0, 0)
-    check_mask(mods.token_tree(empty, 5), lambda b, h, q, k: k < 5, Sizes(Q=0, KV=8), "tiled")
+    check_mask(mods.token_tree(empty, 5), lambda b, h, q, k: k < 5, Sizes(Q=0, KV=8))

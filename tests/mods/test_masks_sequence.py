@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnloom import mods
-from tests.mods.dense import BOTH, Sizes, check_mask
+from tests.mods.dense import BOTH, Sizes, check_in_one_kernel, check_mask
 
 TWO = Sizes(B=2, H=3, Q=33, KV=33)
 
@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-ON_KERNELS = {
+ON_KERNELS = (
     "causal",
     "lower right",
     "window 7",
@@ -117,13 +117,18 @@ ON_KERNELS = {
     "fixed",
     "spatial",
     "temporal, wide",
-}
+)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_mask(name: str) -> None:
     make, keeps, sizes = CASES[name]
-    check_mask(make(), keeps, sizes, *(BOTH if name in ON_KERNELS else ("tiled",)))
+    check_mask(make(), keeps, sizes)
+
+
+def test_in_one_kernel() -> None:
+    cases = [CASES[name] for name in ON_KERNELS]
+    check_in_one_kernel([(make(), keeps) for make, keeps, _ in cases], Sizes(B=2))
 
 
 def test_longformer() -> None:
@@ -135,12 +140,11 @@ def test_longformer() -> None:
     def keeps(b, h, q, k):
         return listed[b][q] == 1 or listed[b][k] == 1 or k in range(q - 3, q + 4)
 
-    check_mask(mods.longformer(3, flags), keeps, Sizes(B=2))
+    check_mask(mods.longformer(3, flags), keeps, Sizes(B=2), *BOTH)
     check_mask(
         mods.longformer(2, flags[0].bool(), window_right=0),
         lambda b, h, q, k: bool(listed[0][q] or listed[0][k] or k in range(q - 2, q + 1)),
         Sizes(),
-        "tiled",
     )
 
 
@@ -187,12 +191,11 @@ def test_top_blocks() -> None:
         mine = row[k // 16]
         return mine > -torch.inf and sum(x > mine for x in row) < 2
 
-    check_mask(mods.topk_blocks(scores, 2, 16), keeps, Sizes(B=2, H=3))
+    check_mask(mods.topk_blocks(scores, 2, 16), keeps, Sizes(B=2, H=3), *BOTH)
     check_mask(
         mods.topk_blocks(scores[:1, :1], 50, 16),
         lambda b, h, q, k: q >= 16 or k < 16,
         Sizes(H=2),
-        "tiled",
     )
 
 
@@ -210,7 +213,6 @@ def test_selected_blocks() -> None:
         mods.selected_blocks(by_head, 40, 16),
         lambda b, h, q, k: k // 16 in heads[h][q // 16],
         Sizes(H=2),
-        "tiled",
     )
 
 

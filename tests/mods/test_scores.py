@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +38,12 @@ def test_alibi(heads: int, symmetric: bool) -> None:
     sizes = Sizes(H=heads, Q=17, KV=17)
     _, _, q, k = grid(sizes)
     slope = torch.tensor(SLOPES[heads], dtype=torch.float64)[:, None, None]
-    backends = BOTH if heads == 3 and not symmetric else ("tiled",)
 
     def on_scores(scores):
         return scores + slope * (-(q - k).abs() if symmetric else k - q)
 
     mask = None if symmetric else CAUSAL
-    check_score(mods.alibi(heads, symmetric=symmetric), on_scores, sizes, *backends, mask=mask)
+    check_score(mods.alibi(heads, symmetric=symmetric), on_scores, sizes, mask=mask)
 
 
 def t5_bucket(relative: int, bidirectional: bool, num_buckets: int, max_distance: int) -> int:
@@ -62,35 +63,36 @@ def t5_bucket(relative: int, bidirectional: bool, num_buckets: int, max_distance
     return bucket + exact + passed
 
 
+def t5_buckets(sizes: Sizes, *rule: Any) -> torch.Tensor:
+    return torch.tensor(
+        [[t5_bucket(k - q, *rule) for k in range(sizes.KV)] for q in range(sizes.Q)]
+    )
+
+
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 20), (8, 17)])
 def test_t5_bias(bidirectional: bool, num_buckets: int, max_distance: int) -> None:
     table = learned(num_buckets, 2)
     sizes = Sizes(H=2, Q=150, KV=160) if max_distance == 128 else Sizes(H=2, Q=30, KV=35)
-    rule = (bidirectional, num_buckets, max_distance)
-    bucket = torch.tensor(
-        [[t5_bucket(k - q, *rule) for k in range(sizes.KV)] for q in range(sizes.Q)]
-    )
+    bucket = t5_buckets(sizes, bidirectional, num_buckets, max_distance)
     check_score(
         mods.t5_bias(table, bidirectional=bidirectional, max_distance=max_distance),
         lambda scores: scores + table.double()[bucket].permute(2, 0, 1),
         sizes,
-        *(BOTH if rule == (True, 32, 20) else ("tiled",)),
         captures=[table],
     )
 
 
+# of BIG: columns of a table of distances -4 to 4
+COLUMNS = torch.tensor([[min(max(q - k, -4), 4) + 4 for k in range(BIG.KV)] for q in range(BIG.Q)])
+
+
 def test_relative_bias() -> None:
     table = learned(3, 2 * 4 + 1)
-    columns = torch.tensor(
-        [[min(max(q - k, -4), 4) + 4 for k in range(BIG.KV)] for q in range(BIG.Q)]
-    )
     check_score(
         mods.relative_bias(table),
-        lambda scores: scores + table.double()[:, columns],
+        lambda scores: scores + table.double()[:, COLUMNS],
         BIG,
-        *BOTH,
-        "cpu gradients",
         captures=[table],
     )
     alone = learned(3, 1)  # one distance: every key alike
@@ -98,7 +100,6 @@ def test_relative_bias() -> None:
         mods.relative_bias(alone),
         lambda scores: scores + alone.double()[:, :, None],
         BIG,
-        "tiled",
         captures=[alone],
     )
 
@@ -108,15 +109,12 @@ def test_relative_bias() -> None:
 )
 def test_additive_bias(shape: tuple[int, ...]) -> None:
     bias = learned(*shape)
-    backends = BOTH if shape == (2, 3, 21, 26) else ("tiled",)
-    check_score(
-        mods.additive_bias(bias), lambda s: s + bias.double(), BIG, *backends, captures=[bias]
-    )
+    check_score(mods.additive_bias(bias), lambda s: s + bias.double(), BIG, captures=[bias])
 
 
 def test_pair_bias() -> None:
     pair, factor, batched = learned(21, 26), learned(3, seed=6), learned(2, 21, 26)
-    check_score(mods.pair_bias(pair), lambda s: s + pair.double(), BIG, "tiled", captures=[pair])
+    check_score(mods.pair_bias(pair), lambda s: s + pair.double(), BIG, captures=[pair])
     check_score(
         mods.pair_bias(batched, factor),
         lambda s: s + factor.double()[:, None, None] * batched.double()[:, None],
@@ -157,7 +155,7 @@ def test_sandwich(heads: int, dim: int) -> None:
     inner = embedded @ embedded.T - dim / 2
     ratio = torch.arange(1, heads + 1, dtype=torch.float64)[:, None, None] * 8 / heads
     mod = mods.sandwich(heads, 19, dim)
-    check_score(mod, lambda s: s + inner / ratio, sizes, *(["tiled"] if dim == 16 else []))
+    check_score(mod, lambda s: s + inner / ratio, sizes)
 
 
 def test_sandwich_shares_what_lies_beyond() -> None:
@@ -188,7 +186,6 @@ def test_graphormer_spatial() -> None:
         mods.graphormer_spatial(lengths[0].to(torch.uint8), table),
         lambda s: s + table.double()[lengths[0]].permute(2, 0, 1),
         sizes,
-        "tiled",
         captures=[table],
     )
 
@@ -223,7 +220,7 @@ def test_graphormer_edge(batched: bool) -> None:
         mods.graphormer_edge(paths, features, weight),
         on_scores,
         Sizes(B=2, H=heads, Q=N, KV=N),
-        *(BOTH if batched else ("tiled",)),
+        *(BOTH if batched else ()),
         captures=[features, weight],
     )
 
@@ -245,7 +242,7 @@ def test_temperatures() -> None:
     )
     both = learned(3, 21)
     check_score(
-        mods.position_temperature(both), lambda s: s * both.double()[:, :, None], BIG, "tiled",
+        mods.position_temperature(both), lambda s: s * both.double()[:, :, None], BIG,
         captures=[both],
     )  # fmt: skip
 
@@ -283,7 +280,57 @@ def test_swin_bias(canvas: tuple[int, int], window: tuple[int, int]) -> None:
         mods.swin_bias(canvas, window, table),
         lambda s: s + table.double()[row].permute(2, 0, 1),
         Sizes(B=2, H=2, Q=S, KV=S),
-        *(BOTH if canvas == (6, 8) else ("tiled",)),
+        *(BOTH if canvas == (6, 8) else ()),
         captures=[table],
         mask=(mods.swin_window(canvas, window), same),
     )
+
+
+def test_all_in_one_kernel() -> None:
+    """One after the other, values and gradients by the kernels of the CPU."""
+    B, H, Q, KV = BIG.shape
+    _, _, q, k = grid(BIG)
+    slope = torch.tensor(SLOPES[H], dtype=torch.float64)[:, None, None]
+    decay = torch.tensor([1 - 2.0 ** (-5 - h) for h in range(H)], dtype=torch.float64)
+    lengths = torch.randint(0, 6, (B, Q, KV), generator=torch.Generator().manual_seed(0))
+    buckets = t5_buckets(BIG, True, 32, 20)
+    relative, t5, spatial = learned(H, 9), learned(32, H, seed=6), learned(6, H, seed=7)
+    full, pairs, factor = learned(B, H, Q, KV), learned(B, Q, KV, seed=6), learned(H, seed=7)
+    heat = (1 + normal(H, seed=5).abs()).requires_grad_()
+    sharp, cap = learned(H, Q), torch.tensor([3.0], requires_grad=True)
+    q_rope, k_rope = learned(B, H, Q, 6), learned(B, KV, 6, seed=6)
+    mods_and_formulas = [
+        (mods.alibi(H), lambda s: s + slope * (k - q)),
+        (mods.distance_decay(H), lambda s: s + decay.log()[:, None, None] * (q - k).abs()),
+        (mods.relative_bias(relative), lambda s: s + relative.double()[:, COLUMNS]),
+        (
+            mods.t5_bias(t5, max_distance=20),
+            lambda s: s + t5.double()[buckets].permute(2, 0, 1),
+        ),
+        (
+            mods.graphormer_spatial(lengths, spatial),
+            lambda s: s + spatial.double()[lengths].permute(0, 3, 1, 2),
+        ),
+        (mods.additive_bias(full), lambda s: s + full.double()),
+        (
+            mods.pair_bias(pairs, factor),
+            lambda s: s + factor.double()[:, None, None] * pairs.double()[:, None],
+        ),
+        (mods.head_temperature(heat), lambda s: s / heat.double()[:, None, None]),
+        (mods.position_temperature(sharp), lambda s: s * sharp.double()[:, :, None]),
+        (
+            mods.latent_rope(q_rope, k_rope, 0.3),
+            lambda s: s + 0.3 * torch.einsum("bhqr,bkr->bhqk", q_rope.double(), k_rope.double()),
+        ),
+        (mods.softcap(cap), lambda s: cap.double() * torch.tanh(s / cap.double())),
+    ]
+    check_score(
+        mods.compose(*(mod for mod, _ in mods_and_formulas)),
+        lambda s: functools.reduce(lambda x, step: step[1](x), mods_and_formulas, s),
+        BIG,
+        "cpu",
+        "cpu gradients",
+        captures=[
+            relative, t5, spatial, full, pairs, factor, heat, sharp, cap, q_rope, k_rope,
+        ],
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from attnloom.tools import checking
 from attnloom.tools.budget import judge
 from attnloom.tools.setting import Defaults
 from attnloom.trace.names import tensor_names
+from tests.harness.devices import another_default_device
 from tests.tools import mods
 
 SMALL = {"q_len": 72, "head_dim": 16, "batch": 1}
@@ -38,6 +39,13 @@ def test_parameters_of_modules_are_checked():
     assert names(found)[5:] == ["d_self.table"]  # the unused parameter is no result
     assert mods.layer.table.dtype is torch.float32
     assert mods.layer.table.grad is None
+
+
+def test_another_default_device_changes_nothing():
+    """Inputs were drawn on torch's default device by a generator of the CPU, which CUDA refuses."""
+    with another_default_device():
+        found = attnloom.check_mod(mods.cancels, mods.window(20), device="cpu", **SMALL)
+    assert found.passed, [r.problem for r in found.results]
 
 
 def test_mask_alone_with_empty_rows():

@@ -172,7 +172,7 @@ class _CapturedGradients:
             for slot, buffer in self.buffers.items():
                 row[slot] = buffer[lane if plan.copies[slot] > 1 else 0].data_ptr()
             rows += row
-        self._memory = torch.tensor(rows, dtype=torch.int64)
+        self._memory = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self.table = self._memory.data_ptr()
 
     def clear(self) -> None:
@@ -220,7 +220,7 @@ class _Kept(threading.local):
     """A thread's last workspace. Fresh memory costs a page fault for each 4 KiB, often more than a
     small kernel itself takes."""
 
-    workspace = torch.empty(0, dtype=torch.uint8)
+    workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 _kept = _Kept()
@@ -230,7 +230,7 @@ def _workspace(num_bytes: int) -> torch.Tensor:
     kept = _kept.workspace
     if kept.numel() >= num_bytes:
         return kept
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     if num_bytes <= _KEPT_BYTES:
         _kept.workspace = workspace
     return workspace

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from attnloom.ir.interval import Interval, between, integer, outward, point, unknown
+from attnloom.ir.interval import Interval, between, constant, integer, outward, point, unknown
 from attnloom.ir.node import REDUCTION_AXES, BoundProgram, DType, Node, Program
 from attnloom.ir.ops import OPS
 
@@ -81,7 +81,7 @@ def fits_32_bits(bound: BoundProgram, inputs: Mapping[str, tuple[int, int]]) -> 
         inputs: smallest and largest value of b, h, q and kv.
     """
     program = bound.program
-    ranges = {name: (torch.tensor(lo), torch.tensor(hi)) for name, (lo, hi) in inputs.items()}
+    ranges = {name: (constant(lo), constant(hi)) for name, (lo, hi) in inputs.items()}
     overrides = {
         index: _narrow()
         for index, node in enumerate(program.nodes)
@@ -100,7 +100,7 @@ def small_integers(program: Program, reach: int, limit: int) -> frozenset[int]:
 
     Captured elements, numbers and steps of reductions count as unknown.
     """
-    ends = (torch.tensor(-reach), torch.tensor(reach))
+    ends = (constant(-reach), constant(reach))
     overrides: dict[int, Range] = {}
     for index, node in enumerate(program.nodes):
         if node.op in ("load", "number", "reduce"):
@@ -166,7 +166,7 @@ def _input(walk: _Walk, node: Node) -> Interval:
     name = str(node.attr)
     if name[0] == "r":
         last = max(walk.length(int(name[1:])) - 1, 0)
-        return Interval(torch.tensor(0), torch.tensor(last), last)
+        return Interval(constant(0), constant(last), last)
     if name in walk.inputs:
         return between(*walk.inputs[name], node.dtype)
     if node.dtype.is_float:
@@ -213,7 +213,7 @@ def _scanned(tensor: Tensor) -> Interval:
 
 
 def _narrow() -> Range:
-    return torch.tensor(-_NARROW), torch.tensor(_NARROW)
+    return constant(-_NARROW), constant(_NARROW)
 
 
 def _assumed(bound: BoundProgram, slot: int) -> Interval:

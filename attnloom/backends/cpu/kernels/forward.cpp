@@ -107,7 +107,7 @@ static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i6
     i64 most = 1 + sizes.num_key_tiles * max_i64(1, TILE_N / args.kv_block);
     // Two passes of a counting sort; bucket 0 holds the longest lists.
     for (int pass = 0; pass < 2; pass++) {
-        Span previous = {-1, -1};
+        Span marked = {-1, -1};  // of the last task, whose list the next may share
         i64 marked_head = -1;
         for (i64 t = 0; t < num_tasks; t++) {
             i64 head = t / layout.tasks_per_head;
@@ -121,8 +121,9 @@ static void plan_wave(const AttentionArgs& args, const ForwardLayout& layout, i6
                 continue;
             }
             starts[bucket + 1]++;
-            if (steps.begin == previous.begin && marked_head == head && !args.lengths) continue;
-            previous = steps;
+            bool is_shared = steps.begin == marked.begin && steps.end == marked.end;
+            if (is_shared && marked_head == head && !args.lengths) continue;
+            marked = steps;
             marked_head = head;
             KeyTiles tiles(task.here, steps.begin, steps.end);
             for (KeyTile tile; tiles.next(tile);)

@@ -1,0 +1,138 @@
+"""The Gluon kernels of every published mod, compiled for Hopper without one: they fit, and spill
+within bounds.
+
+Forms are tried as a launch tries them; the backward is compiled whatever it spills, where a launch
+would leave it to the portable kernels beyond FEW_SPILLS.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
+    pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
+
+# ruff: noqa: E402
+from triton.runtime.errors import OutOfResources
+
+from attnloom import create_block_mask
+from attnloom.api.planning import _after_passes
+from attnloom.backends.gluon import launch_forward
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton.fields import Tensors
+from attnloom.ir.node import BoundProgram, DType
+from attnloom.plan.problem import KernelOptions
+from attnloom.trace.tracer import trace_mask, trace_score
+from tests.harness.draw import Draw, Sizes
+from tests.harness.mods import PUBLISHED
+from tests.harness.published import PREFIX
+from tests.kernels import test_gluon_compile_backward
+from tests.kernels.cross_compile import TARGETS, device_is
+from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+NAMES = sorted(PUBLISHED)
+OPTIONS = KernelOptions(backend="gluon")
+LIMIT = TARGETS["sm_90"][1].shared_bytes
+# (mod, head dimension) -> bytes that a thread may spill, as recorded with Triton 3.6, with room.
+FORWARD_SPILLS: dict[tuple[str, int], int] = {}
+BACKWARD_SPILLS: dict[tuple[str, int], int] = {}
+FEW_FORWARD, FEW_BACKWARD = 64, 128
+
+
+def call_of(mod: str, head_dim: int) -> AttentionCall:
+    """512 tokens on uninitialised memory: kernels are compiled for it, never run."""
+    row = PUBLISHED[mod]
+    s = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=512, KV_LEN=512, D=head_dim, Dv=head_dim)
+    captures = row.draw(s, Draw(0, BF16))
+    for name in row.learnable:
+        captures[name].requires_grad_()
+    score_mod, mask_mod = row.build(captures, s)
+    blocks = score = mask = None
+    if score_mod is not None:
+        score = _planned(trace_score(score_mod, DType.F32, CPU), "score")
+    if mask_mod is not None:
+        mask = _planned(trace_mask(mask_mod, CPU), "mask")
+        B = s.B if "b" in row.mask_axes else None
+        H = s.Hq if "h" in row.mask_axes else None
+        blocks = create_block_mask(mask_mod, B, H, s.Q_LEN, s.KV_LEN, device="cpu").lists()
+    q, k, v = (torch.empty(s.B, n, s.Q_LEN, head_dim, dtype=BF16) for n in (s.Hq, s.Hkv, s.Hkv))
+    return AttentionCall(q, k, v, score, mask, blocks, head_dim**-0.5, OPTIONS)
+
+
+def _planned(bound: BoundProgram, purpose: str) -> BoundProgram | None:
+    program = _after_passes(bound, OPTIONS, purpose)
+    return None if program is None else BoundProgram(program, bound.tensors, bound.numbers)
+
+
+class _Compiler:
+    """In place of launcher.Launcher: compiles what it would launch."""
+
+    def __init__(self, kernel: Any, config: Any, grid: int, options: dict[str, int]) -> None:
+        self.kernel, self.config, self.options = kernel, config, options
+
+    def __call__(self, aligned: bool, *args: object) -> None:
+        self.made = compile_gluon(self.kernel, (*args, self.config), self.options)
+        if self.made.shared > LIMIT:
+            raise OutOfResources(self.made.shared, LIMIT, "shared memory")
+
+    @property
+    def spills(self) -> int:
+        """Registers, as the driver counts them."""
+        return self.made.spills // 4
+
+
+def forward_of(call: AttentionCall) -> CompiledGluon:
+    """The kernel of the form that a launch would choose."""
+    with (
+        device_is("sm_90"),
+        mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
+        mock.patch.object(launch_forward, "Launcher", _Compiler),
+    ):
+        ready = launch_forward._choose(call, Tensors.of(call, False), fixed=True)
+    assert not isinstance(ready, str), ready
+    return ready.launch.made  # type: ignore[attr-defined]
+
+
+def check_forward(mod: str, head_dim: int) -> None:
+    made = forward_of(call_of(mod, head_dim))
+    assert made.serialised == ()
+    assert made.shared <= LIMIT
+    assert made.spills <= FORWARD_SPILLS.get((mod, head_dim), FEW_FORWARD)
+
+
+def check_backward(mod: str, head_dim: int) -> None:
+    made = test_gluon_compile_backward.compiled(call_of(mod, head_dim))
+    main = made["backward_kernel"]
+    assert main.serialised == ()
+    assert main.shared <= LIMIT
+    assert main.spills <= BACKWARD_SPILLS.get((mod, head_dim), FEW_BACKWARD)
+
+
+@pytest.mark.parametrize("mod", [f"{PREFIX}per_head", f"{PREFIX}t5_bias"])
+def test_forward(mod: str) -> None:
+    check_forward(mod, 128)
+
+
+def test_backward() -> None:
+    check_backward(f"{PREFIX}head_temperature", 64)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mod", NAMES)
+def test_every_forward(mod: str, head_dim: int) -> None:
+    check_forward(mod, head_dim)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mod", NAMES)
+def test_every_backward(mod: str, head_dim: int) -> None:
+    check_backward(mod, head_dim)
