@@ -49,7 +49,8 @@ def test_make_fx_sees_two_operators(mask):
         torch.testing.assert_close(a, b)
 
 
-def test_opcheck(mask):
+def recorded_arguments(mask):
+    """Operator -> what a forward and a backward call it with."""
     inputs = (*qkv(requires_grad=True), slopes())
     graph = make_fx(functools.partial(gradients, mask=mask), tracing_mode="real")(*inputs)
     recorded = {}
@@ -60,11 +61,33 @@ def test_opcheck(mask):
             return super().call_function(target, args, kwargs)
 
     Record(graph).run(*inputs)
-    for target in (FORWARD, BACKWARD):
-        args = tree_map_only(torch.Tensor, torch.Tensor.detach, recorded[target])
-        torch.library.opcheck(target, args)
+    return {
+        target: tree_map_only(torch.Tensor, torch.Tensor.detach, recorded[target])
+        for target in (FORWARD, BACKWARD)
+    }
+
+
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+
+
+def test_opcheck(mask):
+    for target, args in recorded_arguments(mask).items():
+        torch.library.opcheck(target, args, test_utils=CHECKS)
         args[0].requires_grad_()
-        torch.library.opcheck(target, args)
+        # Tracing second derivatives takes longer than all the rest.
+        torch.library.opcheck(target, args, test_utils=CHECKS[: 4 if target is FORWARD else 3])
+
+
+@pytest.mark.long
+def test_opcheck_of_second_derivatives(mask):
+    args = recorded_arguments(mask)[BACKWARD]
+    args[0].requires_grad_()
+    torch.library.opcheck(BACKWARD, args, test_utils=CHECKS[3])
 
 
 def test_fake_tensors_and_meta_device(mask):

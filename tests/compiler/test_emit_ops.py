@@ -76,8 +76,17 @@ def test_float_operations(real: str, scalar: bool) -> None:
         check(driver, number, BoundProgram(program, (values, other)), tolerance, name)
 
 
-@pytest.mark.parametrize("real,wide", [("float", False), ("float", True), ("double", False)])
-@pytest.mark.parametrize("scalar", [False, True])
+# Scalars have 64 bits whatever the lanes have.
+@pytest.mark.parametrize(
+    ("real", "wide", "scalar"),
+    [
+        ("float", False, False),
+        ("float", True, False),
+        ("double", False, False),
+        ("float", False, True),
+        ("double", False, True),
+    ],
+)
 def test_integer_operations(real: str, wide: bool, scalar: bool) -> None:
     out = DType.F64 if real == "double" else DType.F32
     names = [n for n in NUMBER_OPS if n not in FLOAT_ONLY]
@@ -96,14 +105,15 @@ def test_integer_operations(real: str, wide: bool, scalar: bool) -> None:
         check(driver, number, BoundProgram(program, (values, other)), 0, f"{name} {dtype}")
 
 
-@pytest.mark.parametrize("op", ["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not"])
-def test_boolean_operations(op: str) -> None:
-    programs = [binary_program(op, DType.BOOL, DType.F32, scalar) for scalar in (False, True)]
+def test_boolean_operations() -> None:
+    names = ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not")
+    cases = [(op, scalar) for op in names for scalar in (False, True)]
+    programs = [binary_program(op, DType.BOOL, DType.F32, scalar) for op, scalar in cases]
     driver = Driver("score", programs)
     values = torch.tensor([True, False, False, True] * 10)
     other = torch.tensor([True, False] * 4)
-    for number, program in enumerate(programs):
-        check(driver, number, BoundProgram(program, (values, other)), 0, op)
+    for number, (case, program) in enumerate(zip(cases, programs, strict=True)):
+        check(driver, number, BoundProgram(program, (values, other)), 0, str(case))
 
 
 @pytest.mark.parametrize("real,wide", [("float", False), ("float", True), ("double", False)])

@@ -10,7 +10,7 @@ import torch
 from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
-from tests.harness.dtypes import BF16, DTYPES, DTYPES_SPARING, FP16, FP32
+from tests.harness.dtypes import BF16, DTYPES_SPARING, FP16, FP32, in_turn
 from tests.harness.implementations import attnloom_with
 
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=1, KV_LEN=500, D=64, Dv=64)
@@ -20,8 +20,11 @@ def check_decode(case: Case, backend: str = "cpu") -> None:
     check_attention(case, attnloom_with(backend=backend), backward=False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mod", ["plain", "causal_lower_right", "relative_bias", "key_padding"])
+@pytest.mark.parametrize(
+    ("mod", "dtype"),
+    in_turn(["plain", "causal_lower_right", "relative_bias", "key_padding"]),
+    ids=str,
+)
 def test_one_query(mod: str, dtype: torch.dtype) -> None:
     check_decode(Case(mod, SIZES, dtype))
 
@@ -73,13 +76,18 @@ def test_sparse_rows(mod: str, dtype: torch.dtype) -> None:
     check_decode(Case(mod, replace(SIZES, Q_LEN=4), dtype))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize(
-    "mod",
-    ["alibi", "softcap", "window_with_sinks", "bool_table_mask", "rbf_bias", "if_statement",
-     "full_bias", "temperature", "int8_table", "natten_2d"],
+DECODED = (
+    "alibi", "softcap", "window_with_sinks", "bool_table_mask", "rbf_bias", "if_statement",
+    "full_bias", "temperature", "int8_table", "natten_2d",
 )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mod", "dtype"),
+    [(mod, dtype) for i, mod in enumerate(DECODED) for dtype in (FP32, (BF16, FP16)[i % 2])],
+    ids=str,
+)
 def test_mods(mod: str, dtype: torch.dtype) -> None:
     check_decode(Case(mod, replace(SIZES, Q_LEN=2, KV_LEN=300), dtype))
 

@@ -13,7 +13,7 @@ import torch
 from tests.harness.case import LAYOUTS, Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
-from tests.harness.dtypes import BF16, DTYPES, DTYPES_SPARING, FP16, FP32, FP64
+from tests.harness.dtypes import BF16, DTYPES, DTYPES_SPARING, FP16, FP32, FP64, in_turn
 from tests.harness.implementations import attnloom_with
 
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=63, KV_LEN=100, D=16, Dv=16)
@@ -129,8 +129,11 @@ def test_block_sizes(mod: str, block_size: int | tuple[int, int]) -> None:
     check_forward(Case(mod, sizes, FP32, block_size=block_size))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mod", ["left_padding", "key_padding", "nothing", "every_second_row"])
+@pytest.mark.parametrize(
+    ("mod", "dtype"),
+    in_turn(["left_padding", "key_padding", "nothing", "every_second_row"]),
+    ids=str,
+)
 def test_rows_without_keys(mod: str, dtype: torch.dtype) -> None:
     check_forward(Case(mod, SIZES, dtype))
 
