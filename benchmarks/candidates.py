@@ -201,6 +201,20 @@ CANDIDATES = (
         "a subtraction a score and 20 bytes spilled; 15% without a mask",
     ),
     Candidate(
+        "a list's header beside its tile",
+        GluonBackward(replace(_KEYS_WIDE, header=True)),
+        (_SHORT,),
+        56,
+        "one of three loads that wait for each other before a program's first copy",
+    ),
+    Candidate(
+        "sums started from -lse and -delta, header beside the tile",
+        GluonBackward(replace(_FOLDED, header=True)),
+        (_SHORT,),
+        32,
+        "both",
+    ),
+    Candidate(
         "Gluon backward, D=96 in 128",
         GluonBackward(_KEYS_WIDE),
         (_CAUSAL_96,),

@@ -135,17 +135,21 @@ def panels(head_dim: int, value_dim: int) -> None:
 
 
 @pytest.mark.parametrize("mod", ["causal", "window_with_sinks", "every_second_row", "plain"])
-def test_sums_started_from_lse_and_delta(mod: str) -> None:
+def test_backward_from_lse_and_delta(mod: str) -> None:
     apart(f"backward({mod!r})")
 
 
 def backward(mod: str) -> None:
-    """D=128 and, padded to it, D=96; keys that end inside a tile, and scores that overflow."""
+    """D=128 and, padded to it, D=96; keys that end inside a tile, and scores that overflow; lists
+    whose extent comes with the tile, for heads in groups and alone."""
     from attnloom.backends.gluon import configs_backward, ready_backward
     from tests.kernels.gluon_backward import check_gradients
 
     form = configs_backward.form_for(128, 128, may_mask=False, may_fold=True)
+    form = replace(form, header=True)
     with mock.patch.object(ready_backward, "form_of", lambda operands: form):
         for head_dim, dtype, magnitude in ((128, BF16, 1.0), (96, FP16, 1.0), (128, BF16, 30.0)):
             sizes = replace(SIZES, D=head_dim, Dv=head_dim)
             check_gradients(Case(mod, sizes, dtype, block_size=128, magnitude=magnitude))
+        check_gradients(Case("dilated_by_head", replace(sizes, Hkv=4), BF16, block_size=128))
+        check_gradients(Case(mod, replace(sizes, Q_LEN=700), BF16, block_size=(512, 256)))

@@ -19,8 +19,9 @@ STEP = 64  # queries of a step
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """stages: of the rings. narrow: 64-bit captured integers that fit are held in 32 bits
-    (layouts.py; not seen on a device yet). The others: see backward_sm90.py and fields_backward.py.
+    """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
+    (layouts.py). header: of the list of blocks, comes with the number of the tile. Neither was seen
+    on a device yet. The others: see backward_sm90.py and fields_backward.py.
     """
 
     stages: int
@@ -31,6 +32,7 @@ class Form:
     dq_registers: int = 72
     load_registers: int = 24
     narrow: bool = False
+    header: bool = False
 
 
 _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)

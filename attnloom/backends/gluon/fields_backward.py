@@ -29,6 +29,7 @@ class BackwardSm90Config(Sm90Config):
 
     SUB: of a block of queries. HAS_SCORE, HAS_BIAS, UNSCALED: without parts if HAS_SINKS.
     TILES_PER_BLOCK: programs in a block of keys. SAME_LISTS: all units have the same live blocks.
+    HEADER: a program finds the extent of its list with its tile.
     BY_HEAD: fragments tell heads apart, or captured gradients are summed by head.
     NEEDS_QUERIES: consumers ask which queries a step has.
     HAS_SINKS: captured gradients. SLOPE_FIRST: there are none, and the derivative by the score is
@@ -39,6 +40,7 @@ class BackwardSm90Config(Sm90Config):
     TILE_M: int
     TILES_PER_BLOCK: int
     SAME_LISTS: bool
+    HEADER: bool
     NEEDS_QUERIES: bool
     BY_HEAD: bool
     HAS_SINKS: bool
@@ -128,6 +130,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     call, blocks = operands.call, operands.call.blocks
     query, key, value = operands.query, operands.key, operands.value
     units = query.size(0) // key.size(0) * (query.size(1) // key.size(1))
+    same_lists = blocks is None or blocks.num_batches * blocks.num_heads == 1
     has_tail = key.size(2) % KEYS != 0
     may_mask = call.mask is not None or has_tail
     exact = call.options.exact_math
@@ -141,7 +144,8 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         TILE_M=STEP,
         SUB=1 if blocks is None else blocks.q_block // STEP,
         TILES_PER_BLOCK=1 if blocks is None else blocks.kv_block // KEYS,
-        SAME_LISTS=blocks is None or blocks.num_batches * blocks.num_heads == 1,
+        SAME_LISTS=same_lists,
+        HEADER=form.header and blocks is not None and (same_lists or units == 1),
         UNSCALED=mods.unscaled,
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,

@@ -29,7 +29,6 @@ def write_columns(mem, heads, kv_offset, mask_args, cfg: gl.constexpr):
             slot = slot_of(n, cfg)
             mbarrier.wait(mem.tag_full.index(slot), phase_of(n, cfg))
             tag = get(mem.tags.index(slot))
-            mbarrier.arrive(mem.k_empty.index(slot))
             # what was there is read until the step that it belonged to is over
             mbarrier.wait(mem.v_empty.index(slot), phase_of(n, cfg) ^ 1)
             if not all_full(tag, cfg):
@@ -39,6 +38,10 @@ def write_columns(mem, heads, kv_offset, mask_args, cfg: gl.constexpr):
                 if cfg.NUM_COLUMNS > 1:
                     mem.column1.index(slot).store(values[1].to(cfg.COLUMN1))
             mbarrier.arrive(mem.column_full.index(slot))
+            # Both rings wait for this warp: consumers ask for columns in partial blocks alone, so
+            # that they could be two phases of a barrier ahead of it, which is no phase at all.
+            mbarrier.arrive(mem.k_empty.index(slot))
+            mbarrier.arrive(mem.v_empty.index(slot))
             n += 1
         num_tiles += 1
         tile, unit, steps = take_job(mem, num_tiles)

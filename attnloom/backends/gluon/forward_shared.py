@@ -73,7 +73,7 @@ def allocate(cfg: gl.constexpr):
     Q: gl.constexpr = cfg.Q_STAGES * C
     TILES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    READERS: gl.constexpr = C + (1 if cfg.NUM_COLUMNS > 0 else 0)  # of jobs and tags
+    READERS: gl.constexpr = C + (1 if cfg.NUM_COLUMNS > 0 else 0)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     P: gl.constexpr = cfg.PANELS
     q = gl.allocate_shared_memory(cfg.OPERAND, [Q * P, ROWS, cfg.D], TILES)
@@ -118,7 +118,7 @@ def allocate(cfg: gl.constexpr):
         mbarrier.init(mem.tag_full.index(i), count=1)
         mbarrier.init(mem.column_full.index(i), count=1)
         mbarrier.init(mem.v_full.index(i), count=1)
-        mbarrier.init(mem.v_empty.index(i), count=C)
+        mbarrier.init(mem.v_empty.index(i), count=READERS)
     fence_async_shared()
     return mem
 

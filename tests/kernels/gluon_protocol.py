@@ -1,0 +1,535 @@
+"""The Gluon forward's own source run as Python, a thread for each warp (or warpgroup).
+
+Gluon has no interpreter. Here its kernel's functions are called as what they are before they are
+compiled, Python functions, with barriers, copies and products in place of the language's: numbers
+are numbers, what lies in a slot of a ring is the name of what was copied there, and scores are
+nothing at all. Copies land late and in any order, and one warp of a program may be a laggard,
+which does nothing while any other can go on: a barrier knows of phases by parity alone, so that who
+is two of them behind waits for what is over, or does not wait for what is not.
+
+Found out: a wait that nobody ends, a slot that is overwritten while a product still reads it, a
+product with other queries, keys or values than its step's, a tile left out or done twice, bytes
+that a barrier expects and that do not come, and a counter that is not put back.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from attnloom.backends.gluon import (
+    forward_columns,
+    forward_load,
+    forward_math,
+    forward_shared,
+    forward_sm90,
+    rings,
+)
+
+MODULES = (forward_columns, forward_load, forward_math, forward_shared, forward_sm90, rings)
+HEADS, GROUP, BATCH = 4, 2, 2
+ROWS = 4  # of a consumer: the protocol does not depend on it
+PATIENCE_S = 20.0
+
+
+class ProtocolError(Exception):
+    """The kernel would hang or compute something else."""
+
+
+class Int(int):
+    """A scalar of a kernel."""
+
+    def to(self, _: Any) -> Int:
+        return self
+
+
+def _operator(name: str) -> Callable[[Any, Any], Any]:
+    def method(self: Int, other: Any) -> Any:
+        found = getattr(int, name)(self, other)
+        return found if found is NotImplemented else Int(found)
+
+    return method
+
+
+for _name in "add sub mul floordiv mod and or xor lshift rshift".split():
+    for _kind in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Int, _kind, _operator(_kind))
+for _name in "lt le gt ge eq ne".split():
+    setattr(Int, f"__{_name}__", _operator(f"__{_name}__"))
+Int.__hash__ = int.__hash__  # type: ignore[method-assign]
+
+
+class Vec(list[Any]):
+    """A vector of positions."""
+
+    def __add__(self, other: Any) -> Vec:  # type: ignore[override]
+        return Vec(Int(x + other) for x in self)
+
+    __radd__ = __add__
+
+    def __eq__(self, other: Any) -> Any:
+        return Vec(Int(x == other) for x in self) if isinstance(other, int) else [*self] == other
+
+    def to(self, _: Any) -> Vec:
+        return self
+
+
+class Nothing:
+    """Scores, weights and results."""
+
+    def to(self, _: Any) -> Nothing:
+        return self
+
+
+@dataclass
+class Pointer:
+    memory: list[int]
+    offset: int = 0
+
+    def __add__(self, steps: int) -> Pointer:
+        return Pointer(self.memory, self.offset + steps)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One entry of an allocation in shared memory. version: counts what was written to it."""
+
+    name: str = ""
+    content: Any = None
+    version: int = 0
+    size: int = 0
+    # as a barrier
+    count: int = 0
+    pending: int = 0
+    transfers: int = 0
+    completed: int = 0
+
+    def permute(self, _: Any) -> Slot:
+        return self
+
+    def store(self, content: Any) -> None:
+        self.content, self.version = content, self.version + 1
+
+    def load(self, _: Any) -> Any:
+        return self.content
+
+
+class Memory:
+    """An allocation; `index` gives the same entries again."""
+
+    def __init__(self, _: Any, shape: list[int], __: Any) -> None:
+        self.slots = [Slot() for _ in range(shape[0])]
+
+    def index(self, at: int) -> Slot:
+        return self.slots[at]
+
+
+@dataclass
+class World:
+    """Everything that warps of all programs share. own: of a thread: program, job, groups, log, and
+    whether it is a laggard."""
+
+    seed: int
+    copies: list[Callable[[], None]] = field(default_factory=list)
+    waits: dict[int, tuple[Slot, int]] = field(default_factory=dict)
+    alive: int = 0
+    sleeping: int = 0
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition()
+        self.draw = random.Random(self.seed)
+        self.own = threading.local()
+
+    def wait(self, barrier: Slot, phase: int, pred: Any = True) -> None:
+        if not pred:
+            return
+        me = threading.get_ident()
+        with self.changed:
+            self._let_others()
+            while barrier.completed & 1 == phase:
+                if self.error is not None:
+                    raise ProtocolError("another warp failed")
+                self.waits[me] = (barrier, phase)
+                self._pause()
+            self.waits.pop(me, None)
+
+    def _let_others(self) -> None:
+        """A laggard sleeps until all others, those that lag elsewhere included, are stuck."""
+        if not self.own.lags:
+            return
+        self.sleeping += 1
+        while self.error is None and (self.copies or not self._are_stuck(self.sleeping)):
+            if self._are_stuck(self.sleeping):
+                self.copies.pop(self.draw.randrange(len(self.copies)))()
+            else:
+                self.changed.wait(0.05)
+        self.sleeping -= 1
+
+    def _are_stuck(self, sleeping: int) -> bool:
+        return len(self.waits) + sleeping == self.alive and all(
+            barrier.completed & 1 == phase for barrier, phase in self.waits.values()
+        )
+
+    def _pause(self) -> None:
+        """Copies land when nobody can go on, or by chance before."""
+        stuck = self._are_stuck(0)
+        if self.sleeping:
+            self.changed.notify_all()
+        if self.copies and (stuck or self.draw.random() < 0.3):
+            self.copies.pop(self.draw.randrange(len(self.copies)))()
+        elif stuck:
+            names = sorted(f"{barrier.name} {int(phase)}" for barrier, phase in self.waits.values())
+            raise ProtocolError(f"every warp waits: {', '.join(names)}")
+        else:
+            self.changed.wait(PATIENCE_S)
+
+    def run(self, warp: Callable[[], None], program: int, lags: bool) -> None:
+        """A warp's thread."""
+        self.own.program, self.own.groups, self.own.live = program, [], True
+        self.own.lags = lags
+        try:
+            warp()
+        except Exception as error:
+            self.error = self.error or error
+        with self.changed:
+            self.alive -= 1
+            self.waits.pop(threading.get_ident(), None)
+            self.changed.notify_all()
+
+    def arrive(self, barrier: Slot, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            with self.changed:
+                self._let_others()
+                self._complete(barrier, count, 0)
+
+    def expect(self, barrier: Slot, size: int) -> None:
+        with self.changed:
+            barrier.transfers += size
+            self._complete(barrier, 1, 0)
+
+    def _complete(self, barrier: Slot, arrivals: int, size: int) -> None:
+        barrier.pending -= arrivals
+        barrier.transfers -= size
+        if barrier.pending < 0:
+            raise ProtocolError("a barrier is arrived at more often than it counts")
+        if barrier.pending == 0 and barrier.transfers == 0:
+            barrier.completed += 1
+            barrier.pending = barrier.count
+            self.changed.notify_all()
+
+    def copy(self, tensor: str, place: list[int], barrier: Slot, slot: Slot) -> None:
+        size = slot.size
+
+        def land() -> None:
+            slot.store((tensor, *map(int, place)))
+            self._complete(barrier, 0, size)
+
+        with self.changed:
+            self.copies.append(land)
+
+    def multiply(self, left: Any, right: Slot, acc: Any, **_: Any) -> Nothing:
+        """A product: a group of its own, that reads until it is waited for."""
+        reads = [slot for slot in (left, right) if isinstance(slot, Slot)]
+        self.own.groups.append([(slot, slot.version) for slot in reads])
+        self.own.log.append([slot.content for slot in reads])
+        return Nothing()
+
+    def finish(self, outstanding: int, values: list[Any]) -> Any:
+        while len(self.own.groups) > outstanding:
+            for slot, version in self.own.groups.pop(0):
+                if slot.version != version and self.own.live:
+                    raise ProtocolError(f"{slot.content} was copied over what a product reads")
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(condition, Vec):
+        return Vec(
+            (yes[i] if isinstance(yes, Vec) else yes)
+            if c
+            else (no[i] if isinstance(no, Vec) else no)
+            for i, c in enumerate(condition)
+        )
+    return yes if condition else no
+
+
+class Language:
+    """`gl`: what the kernel's functions ask of the language; layouts are nothing."""
+
+    def __init__(self, world: World, programs: int) -> None:
+        self._world, self._programs = world, programs
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+    int8, int32, int64, float32 = "int8", "int32", "int64", "float32"
+    allocate_shared_memory = staticmethod(Memory)
+    where = staticmethod(_where)
+
+    def program_id(self, _: int) -> Int:
+        return Int(self._world.own.program)
+
+    def num_programs(self, _: int) -> Int:
+        return Int(self._programs)
+
+    def num_warps(self) -> int:
+        return 4
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str = "") -> Int:
+        with self._world.changed:
+            pointer.memory[pointer.offset] += value
+            return Int(pointer.memory[pointer.offset] - value)
+
+    def load(self, pointer: Pointer, mask: Any = True, other: int = 0) -> Int:
+        return Int(pointer.memory[pointer.offset] if mask else other)
+
+    def store(self, pointer: Pointer, value: int) -> None:
+        pointer.memory[pointer.offset] = value
+
+    def minimum(self, left: int, right: int) -> Int:
+        return Int(min(left, right))
+
+    def arange(self, start: int, stop: int, _: Any = None) -> Vec:
+        return Vec(Int(i) for i in range(start, stop))
+
+    def full(self, shape: list[int], value: int, *_: Any) -> Vec:
+        return Vec([value] * shape[0])
+
+    def sum(self, values: Vec, _: int) -> Int:
+        return Int(sum(values or [777]))  # a tile without steps reads what nobody wrote
+
+    def static_range(self, *args: int) -> Iterator[Int]:
+        return map(Int, range(*args))
+
+    def convert_layout(self, value: Any, *_: Any) -> Any:
+        return value
+
+
+def _fields_of_shared() -> list[str]:
+    tree = ast.parse(inspect.getsource(forward_shared))
+    (found,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Shared")
+    return [n.target.id for n in found.body if isinstance(n, ast.AnnAssign)]  # type: ignore[union-attr]
+
+
+_FIELDS = _fields_of_shared()
+
+
+def _reinterpreted(memory: Slot, _: Any, shape: list[int], __: Any) -> Slot:
+    memory.size = 2 * shape[-1] * shape[-2]
+    return memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: its tiles, and the key tiles of each row tile; the same for all units."""
+
+    keys: tuple[tuple[int, ...], ...]
+    programs: int
+    listed: bool = True
+
+    @property
+    def total(self) -> int:
+        return BATCH * HEADS * len(self.keys)
+
+    def arguments(self, cfg: Any) -> tuple[Any, Any]:
+        """`listed` and `plan` of the producer. Tiles are listed longest first; every third block is
+        partial, and with APART those of the second consumer are not live."""
+        entries: list[int] = []
+        work: list[int] = []
+        for tile in sorted(range(len(self.keys)), key=lambda t: -len(self.keys[t])):
+            first = len(entries)
+            for block in self.keys[tile]:
+                partial = int(block % 3 == 0)
+                flags = (2 + partial) * 17 if cfg.APART else partial
+                entries.append(block << (6 if cfg.APART else 1) | flags)
+            work += [tile, first, len(entries)]
+        lists = (Pointer([*entries, 0]), Pointer(work), Int(0), Int(0))
+        steps = 0 if self.listed else len(self.keys[0])
+        numbers = (HEADS, GROUP, len(self.keys), 4, BATCH * HEADS, steps, self.total, 1, -1)
+        return lists, tuple(map(Int, numbers))
+
+
+class Launch:
+    """A launch of `plan` with a configuration."""
+
+    def __init__(self, cfg: Any, plan: Plan, seed: int, laggard: str = "") -> None:
+        """laggard: "load", "consume" (the first) or "columns"; nobody otherwise."""
+        self.cfg, self.plan, self.world, self.laggard = cfg, plan, World(seed), laggard
+        self.counter = [0]
+        self.done: list[tuple[int, int, int]] = []
+
+    def run(self) -> None:
+        """To the end.
+
+        Raises:
+            ProtocolError: see above.
+        """
+        cfg, sizes = self.cfg, (Int(HEADS), Int(0), Int(0), Int(0), Int(0))
+        listed, plan = self.plan.arguments(cfg)
+        names = self.names()
+        with contextlib.ExitStack() as stack:
+            for module in MODULES:
+                stack.enter_context(mock.patch.dict(vars(module), names))
+            warps: list[tuple[Callable[[], None], int, bool]] = []
+            for program in range(self.plan.programs):
+                mem = _named(forward_shared.allocate(cfg))
+                roles = [
+                    functools.partial(
+                        forward_load.load_tiles, "q", "k", "v", mem, Pointer(self.counter), listed,
+                        plan, cfg,
+                    ),
+                    *(
+                        functools.partial(
+                            forward_sm90.consume, "out", (None, None), mem, sizes, (), (), (1, 1),
+                            consumer, cfg,
+                        )
+                        for consumer in range(cfg.CONSUMERS)
+                    ),
+                ]  # fmt: skip
+                if cfg.NUM_COLUMNS:
+                    roles.append(
+                        functools.partial(
+                            forward_columns.write_columns, mem, Int(HEADS), Int(0), (), cfg
+                        )
+                    )
+                late = {"load": 0, "consume": 1, "columns": len(roles) - 1}.get(self.laggard, -1)
+                warps += [(role, program, i == late) for i, role in enumerate(roles)]
+            self.world.alive = len(warps)
+            threads = [
+                threading.Thread(target=self.world.run, args=warp, daemon=True) for warp in warps
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+        if self.world.error is not None:
+            raise self.world.error
+        self._check()
+
+    def _check(self) -> None:
+        wanted = [
+            (unit, tile, consumer)
+            for unit in range(BATCH * HEADS)
+            for tile in range(len(self.plan.keys))
+            for consumer in range(self.cfg.CONSUMERS)
+        ]
+        if sorted(self.done) != wanted:
+            raise ProtocolError(f"{len(self.done)} of {len(wanted)} parts of tiles were computed")
+        if self.counter != [0]:
+            raise ProtocolError(f"the counter is left at {self.counter[0]}")
+        if self.world.copies:
+            raise ProtocolError(f"{len(self.world.copies)} copies are under way at the end")
+
+    def names(self) -> dict[str, Any]:
+        """What the functions' modules hold in place of the language's."""
+        world = self.world
+        found: dict[str, Any] = {
+            "gl": Language(world, self.plan.programs),
+            "mbarrier": SimpleNamespace(
+                wait=world.wait, arrive=world.arrive, expect=world.expect, init=_start,
+                MBarrierLayout=lambda: None,
+            ),
+            "tma": SimpleNamespace(store_wait=lambda _: None),
+            "bi": SimpleNamespace(reinterpret=_reinterpreted, async_load=world.copy),
+            "Shared": lambda *parts: SimpleNamespace(**dict(zip(_FIELDS, parts, strict=True))),
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": world.multiply,
+            "warpgroup_mma_wait": world.finish,
+            "range": lambda *args: map(Int, range(*args)),
+            "ROWS": ROWS,
+            "FLAG_BITS": 6,
+        }  # fmt: skip
+        for module in MODULES:
+            for name, value in vars(module).items():
+                function = getattr(value, "fn", None)
+                if inspect.isfunction(function) and name not in found:
+                    found[name] = function
+        found |= {name: self._watched(found[name]) for name in ("_overlapped_tile", "_plain_tile")}
+        return found | {
+            "take_job": self._remembered(found["take_job"]),
+            "contexts": lambda *_: None,
+            "empty_state": lambda *_: (self._accumulators(), Nothing(), Nothing()),
+            "rescaled": lambda acc, *_: acc,
+            "only_if": lambda _, acc, __: acc,
+            "columns": lambda *_: None,
+            "row_bias": lambda *_: None,
+            "modified": lambda s, *_: s,
+            "masked": self._masked,
+            "softmax_step": lambda *_: (Nothing(), Nothing(), Nothing(), Nothing()),
+            "_store": lambda *_: None,
+        }
+
+    def _remembered(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        def job(mem: Any, n: int) -> Any:
+            found = take(mem, n)
+            self.world.own.job = found
+            return found
+
+        return job
+
+    def _accumulators(self) -> Any:
+        return (Nothing(),) * 3 if self.cfg.PANELS == 3 else Nothing()
+
+    def _masked(self, s: Any, _: Any, mem: Any, n: int, keys: Vec, *rest: Any) -> Any:
+        if self.cfg.NUM_COLUMNS:
+            (found,) = forward_columns.read_columns(mem, n, None, self.cfg)
+            if not found or [*found] != [*keys]:
+                raise ProtocolError(f"columns of keys {found and found[0]} serve {keys[0]}")
+        return s
+
+    def _watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A tile's steps, whose products are compared with its list afterwards."""
+
+        def tile(q: int, mem: Any, n: int, steps: int, context: Any, at: Any, consumer: int, *rest):
+            own = self.world.own
+            own.log, own.live = [], bool(steps)
+            tile_number, unit, _ = own.job
+            found = run(q, mem, n, steps, context, at, consumer, *rest)
+            if steps:
+                self._compare(own.log, tile_number, unit, consumer)
+            with self.world.changed:
+                self.done.append((int(unit), int(tile_number), int(consumer)))
+            return found
+
+        return tile
+
+    def _compare(self, log: list[Any], tile: int, unit: int, consumer: int) -> None:
+        cfg = self.cfg
+        b, h = unit // HEADS, unit % HEADS
+        row = (tile * cfg.CONSUMERS + consumer) * ROWS
+        b_kv, h_kv = b, h // GROUP
+        panels = range(cfg.PANELS)
+        wanted_scores = [
+            [("q", b, h, row, i * cfg.D), ("k", b_kv, h_kv, block * cfg.TILE_N, i * cfg.D)]
+            for block in self.plan.keys[tile]
+            for i in panels
+        ]
+        wanted_out = [
+            [("v", b_kv, h_kv, block * cfg.TILE_N, i * cfg.DV)]
+            for block in self.plan.keys[tile]
+            for i in panels
+        ]
+        scores, out = ([r for r in log if len(r) == length] for length in (2, 1))
+        if scores != wanted_scores or out != wanted_out:
+            raise ProtocolError(f"tile {tile} of unit {unit} used {log[:4]}")
+
+
+def _named(mem: Any) -> Any:
+    for name in _FIELDS:
+        for i, slot in enumerate(getattr(mem, name).slots):
+            slot.name = f"{name}[{i}]"
+    return mem
+
+
+def _start(barrier: Slot, count: int) -> None:
+    barrier.count = barrier.pending = count

@@ -1,0 +1,127 @@
+"""The Gluon forward's warps, played through: every order of waits that its forms can meet ends."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.gluon_protocol import Launch, Plan, ProtocolError
+
+
+def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
+    """A configuration, as fields_forward.config_of would give it for documents."""
+    cfg = SimpleNamespace(
+        CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
+        OVERLAP=consumers == 2, OUT_IN_Q=False, AHEAD=False, OPERAND=None, SUB=1, HAS_LISTS=True,
+        APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=False,
+        MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1, COLUMN0="int32",
+        BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
+        MASK_COLUMN=lambda args, head, b, h, keys: (keys,),
+    )  # fmt: skip
+    vars(cfg).update(changed)
+    return cfg
+
+
+PLAIN = {"HAS_LISTS": False, "HAS_MASK": False, "MAY_MASK": False, "NEEDS_KEYS": False}
+PLAIN |= {"MAY_BE_EMPTY": False, "NUM_COLUMNS": 0, "APART": False}
+FORMS = {
+    "two consumers": form(),
+    "three consumers": form(3),
+    "no mask": form(**PLAIN),
+    "no columns": form(NUM_COLUMNS=0),
+    "one tile of queries": form(Q_STAGES=1, OUT_IN_Q=True),
+    "ahead": form(AHEAD=True),
+    "ahead, three consumers": form(3, AHEAD=True),
+    "ahead, no mask": form(AHEAD=True, **PLAIN),
+    "ahead, four stages": form(AHEAD=True, STAGES=4, LOG_STAGES=2),
+    "panels": form(PANELS=3, OUT_IN_Q=True, NUM_COLUMNS=0),
+    "panels, columns": form(PANELS=3, OUT_IN_Q=True),
+}
+
+
+def plan_of(cfg: Any, draw: random.Random) -> Plan:
+    """Tiles of up to seven steps and of none; more programs than tiles are never launched."""
+    num_tiles = draw.randint(1, 4)
+    if cfg.HAS_LISTS:
+        keys = [sorted(draw.sample(range(9), draw.randint(0, 7))) for _ in range(num_tiles)]
+    else:
+        keys = [list(range(draw.randint(1, 5)))] * num_tiles
+    plan = Plan(tuple(map(tuple, keys)), programs=1, listed=cfg.HAS_LISTS)
+    programs = draw.randint(1, min(3, plan.total))
+    return Plan(plan.keys, programs, plan.listed)
+
+
+@pytest.mark.parametrize("laggard", ["", "load", "consume", "columns"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_wait_ends_and_every_product_has_its_operands(name: str, laggard: str) -> None:
+    """The warp that looks up keys could fall two phases behind consumers that need none of them:
+    it hung, or they read columns of other keys."""
+    if laggard == "columns" and not FORMS[name].NUM_COLUMNS:
+        pytest.skip("no warp looks up keys")
+    draw = random.Random(name)
+    for seed in range(2):
+        Launch(FORMS[name], plan_of(FORMS[name], draw), seed, laggard).run()
+
+
+LONG = Plan(((0, 1, 2, 3, 4), (2, 3), ()), programs=2)
+
+
+def queries_for_the_tile_in_use(names: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def told_twice(names: dict[str, Any]) -> dict[str, Any]:
+    """A job that is said to be there once more."""
+
+    def give_job(mem, n, *job):
+        names["give_job"](mem, n, *job)
+        names["mbarrier"].arrive(mem.job_full.index(n & 1))
+
+    return {"give_job": give_job}
+
+
+def fewer_bytes(names: dict[str, Any]) -> dict[str, Any]:
+    return {"box": lambda tile, rows, *rest: names["box"](tile, rows - 1, *rest)}
+
+
+def late_values(names: dict[str, Any]) -> dict[str, Any]:
+    """Values of a step are multiplied before they are waited for."""
+
+    def wait(barrier, phase, pred=True):
+        if pred is not True:
+            return None
+        return names["mbarrier"].wait(barrier, phase)
+
+    return {"mbarrier": SimpleNamespace(**{**vars(names["mbarrier"]), "wait": wait})}
+
+
+def keys_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
+    def scores(q, mem, slot, *rest):
+        return names["_scores"](q, mem, slot ^ 1, *rest)
+
+    return {"_scores": scores}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "mistake", "said"),
+    [
+        (form(AHEAD=True, Q_STAGES=1), queries_for_the_tile_in_use, "every warp waits"),
+        (form(), told_twice, "every warp waits|more often|used|computed|columns"),
+        (form(), fewer_bytes, "every warp waits"),
+        (form(), late_values, "used|copied over|more often"),
+        (form(), keys_of_the_step_before, "used|copied over"),
+    ],
+)
+def test_planted_mistakes_are_found(
+    cfg: Any, mistake: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(cfg, LONG, seed=0)
+    names = launch.names()
+    monkeypatch.setattr(launch, "names", lambda: names | mistake(names))
+    with pytest.raises(ProtocolError, match=said):
+        launch.run()
