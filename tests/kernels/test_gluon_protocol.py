@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon_protocol import Launch, Plan, ProtocolError
+from tests.kernels.gluon_protocol import Launch, Plan
+from tests.kernels.gluon_world import ProtocolError
 
 
 def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:

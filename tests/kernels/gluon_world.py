@@ -1,0 +1,286 @@
+"""What gluon_protocol.py runs a kernel's source in: numbers, shared memory, barriers, copies and
+products that stand in for the language's."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+PATIENCE_S = 20.0
+
+
+class ProtocolError(Exception):
+    """The kernel would hang or compute something else."""
+
+
+class Int(int):
+    """A scalar of a kernel."""
+
+    def to(self, _: Any) -> Int:
+        return self
+
+
+def _operator(name: str) -> Callable[[Any, Any], Any]:
+    def method(self: Int, other: Any) -> Any:
+        found = getattr(int, name)(self, other)
+        return found if found is NotImplemented else Int(found)
+
+    return method
+
+
+for _name in "add sub mul floordiv mod and or xor lshift rshift".split():
+    for _kind in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Int, _kind, _operator(_kind))
+for _name in "lt le gt ge eq ne".split():
+    setattr(Int, f"__{_name}__", _operator(f"__{_name}__"))
+Int.__hash__ = int.__hash__  # type: ignore[method-assign]
+
+
+class Vec(list[Any]):
+    """A vector of positions."""
+
+    def __add__(self, other: Any) -> Vec:  # type: ignore[override]
+        return Vec(Int(x + other) for x in self)
+
+    __radd__ = __add__
+
+    def __eq__(self, other: Any) -> Any:
+        return Vec(Int(x == other) for x in self) if isinstance(other, int) else [*self] == other
+
+    def to(self, _: Any) -> Vec:
+        return self
+
+
+class Nothing:
+    """Scores, weights and results."""
+
+    def to(self, _: Any) -> Nothing:
+        return self
+
+
+@dataclass
+class Pointer:
+    memory: list[int]
+    offset: int = 0
+
+    def __add__(self, steps: int) -> Pointer:
+        return Pointer(self.memory, self.offset + steps)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One entry of an allocation in shared memory. version: counts what was written to it."""
+
+    name: str = ""
+    content: Any = None
+    version: int = 0
+    size: int = 0
+    # as a barrier
+    count: int = 0
+    pending: int = 0
+    transfers: int = 0
+    completed: int = 0
+
+    def permute(self, _: Any) -> Slot:
+        return self
+
+    def store(self, content: Any) -> None:
+        self.content, self.version = content, self.version + 1
+
+    def load(self, _: Any) -> Any:
+        return self.content
+
+
+class Memory:
+    """An allocation; `index` gives the same entries again."""
+
+    def __init__(self, _: Any, shape: list[int], __: Any) -> None:
+        self.slots = [Slot() for _ in range(shape[0])]
+
+    def index(self, at: int) -> Slot:
+        return self.slots[at]
+
+
+@dataclass
+class World:
+    """Everything that warps of all programs share. own: of a thread: program, job, groups, log, and
+    whether it is a laggard."""
+
+    seed: int
+    copies: list[Callable[[], None]] = field(default_factory=list)
+    waits: dict[int, tuple[Slot, int]] = field(default_factory=dict)
+    alive: int = 0
+    sleeping: int = 0
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition()
+        self.draw = random.Random(self.seed)
+        self.own = threading.local()
+
+    def wait(self, barrier: Slot, phase: int, pred: Any = True) -> None:
+        if not pred:
+            return
+        me = threading.get_ident()
+        with self.changed:
+            self._let_others()
+            while barrier.completed & 1 == phase:
+                if self.error is not None:
+                    raise ProtocolError("another warp failed")
+                self.waits[me] = (barrier, phase)
+                self._pause()
+            self.waits.pop(me, None)
+
+    def _let_others(self) -> None:
+        """A laggard sleeps until all others, those that lag elsewhere included, are stuck."""
+        if not self.own.lags:
+            return
+        self.sleeping += 1
+        while self.error is None and (self.copies or not self._are_stuck(self.sleeping)):
+            if self._are_stuck(self.sleeping):
+                self.copies.pop(self.draw.randrange(len(self.copies)))()
+            else:
+                self.changed.wait(0.05)
+        self.sleeping -= 1
+
+    def _are_stuck(self, sleeping: int) -> bool:
+        return len(self.waits) + sleeping == self.alive and all(
+            barrier.completed & 1 == phase for barrier, phase in self.waits.values()
+        )
+
+    def _pause(self) -> None:
+        """Copies land when nobody can go on, or by chance before."""
+        stuck = self._are_stuck(0)
+        if self.sleeping:
+            self.changed.notify_all()
+        if self.copies and (stuck or self.draw.random() < 0.3):
+            self.copies.pop(self.draw.randrange(len(self.copies)))()
+        elif stuck:
+            names = sorted(f"{barrier.name} {int(phase)}" for barrier, phase in self.waits.values())
+            raise ProtocolError(f"every warp waits: {', '.join(names)}")
+        else:
+            self.changed.wait(PATIENCE_S)
+
+    def run(self, warp: Callable[[], None], program: int, lags: bool) -> None:
+        """A warp's thread."""
+        self.own.program, self.own.groups, self.own.live = program, [], True
+        self.own.lags = lags
+        try:
+            warp()
+        except Exception as error:
+            self.error = self.error or error
+        with self.changed:
+            self.alive -= 1
+            self.waits.pop(threading.get_ident(), None)
+            self.changed.notify_all()
+
+    def arrive(self, barrier: Slot, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            with self.changed:
+                self._let_others()
+                self._complete(barrier, count, 0)
+
+    def expect(self, barrier: Slot, size: int) -> None:
+        with self.changed:
+            barrier.transfers += size
+            self._complete(barrier, 1, 0)
+
+    def _complete(self, barrier: Slot, arrivals: int, size: int) -> None:
+        barrier.pending -= arrivals
+        barrier.transfers -= size
+        if barrier.pending < 0:
+            raise ProtocolError("a barrier is arrived at more often than it counts")
+        if barrier.pending == 0 and barrier.transfers == 0:
+            barrier.completed += 1
+            barrier.pending = barrier.count
+            self.changed.notify_all()
+
+    def copy(self, tensor: str, place: list[int], barrier: Slot, slot: Slot) -> None:
+        size = slot.size
+
+        def land() -> None:
+            slot.store((tensor, *map(int, place)))
+            self._complete(barrier, 0, size)
+
+        with self.changed:
+            self.copies.append(land)
+
+    def multiply(self, left: Any, right: Slot, acc: Any, **_: Any) -> Nothing:
+        """A product: a group of its own, that reads until it is waited for."""
+        reads = [slot for slot in (left, right) if isinstance(slot, Slot)]
+        self.own.groups.append([(slot, slot.version) for slot in reads])
+        self.own.log.append([slot.content for slot in reads])
+        return Nothing()
+
+    def finish(self, outstanding: int, values: list[Any]) -> Any:
+        while len(self.own.groups) > outstanding:
+            for slot, version in self.own.groups.pop(0):
+                if slot.version != version and self.own.live:
+                    raise ProtocolError(f"{slot.content} was copied over what a product reads")
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(condition, Vec):
+        return Vec(
+            (yes[i] if isinstance(yes, Vec) else yes)
+            if c
+            else (no[i] if isinstance(no, Vec) else no)
+            for i, c in enumerate(condition)
+        )
+    return yes if condition else no
+
+
+class Language:
+    """`gl`: what the kernel's functions ask of the language; layouts are nothing."""
+
+    def __init__(self, world: World, programs: int) -> None:
+        self._world, self._programs = world, programs
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+    int8, int32, int64, float32 = "int8", "int32", "int64", "float32"
+    allocate_shared_memory = staticmethod(Memory)
+    where = staticmethod(_where)
+
+    def program_id(self, _: int) -> Int:
+        return Int(self._world.own.program)
+
+    def num_programs(self, _: int) -> Int:
+        return Int(self._programs)
+
+    def num_warps(self) -> int:
+        return 4
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str = "") -> Int:
+        with self._world.changed:
+            pointer.memory[pointer.offset] += value
+            return Int(pointer.memory[pointer.offset] - value)
+
+    def load(self, pointer: Pointer, mask: Any = True, other: int = 0) -> Int:
+        return Int(pointer.memory[pointer.offset] if mask else other)
+
+    def store(self, pointer: Pointer, value: int) -> None:
+        pointer.memory[pointer.offset] = value
+
+    def minimum(self, left: int, right: int) -> Int:
+        return Int(min(left, right))
+
+    def arange(self, start: int, stop: int, _: Any = None) -> Vec:
+        return Vec(Int(i) for i in range(start, stop))
+
+    def full(self, shape: list[int], value: int, *_: Any) -> Vec:
+        return Vec([value] * shape[0])
+
+    def sum(self, values: Vec, _: int) -> Int:
+        return Int(sum(values or [777]))  # a tile without steps reads what nobody wrote
+
+    def static_range(self, *args: int) -> Iterator[Int]:
+        return map(Int, range(*args))
+
+    def convert_layout(self, value: Any, *_: Any) -> Any:
+        return value
