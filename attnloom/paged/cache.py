@@ -186,8 +186,8 @@ class PagedKVCache:
             want = (len(sequences), stored.size(1), n, stored.size(3))
             if tuple(new.shape) != want:
                 raise ShapeError(
-                    f"{name} is {list(new.shape)}; {counted(len(sequences), 'sequence')} of this "
-                    f"cache take {list(want)}."
+                    f"{name} is {list(new.shape)}; for {counted(len(sequences), 'sequence')} of "
+                    f"this cache it must be {list(want)}."
                 )
         batch = self.extend(sequences, n if counts is None else counts, n)
         batch.write(key, value)

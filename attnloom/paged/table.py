@@ -55,9 +55,9 @@ class PageTable:
                 _check_tensor(name, tensor, rank, self.lengths)
         if self.pages is not None and self.max_length > self.pages.size(1) * self.page_size:
             raise ShapeError(
-                f"max_length is {self.max_length}, but {counted(self.pages.size(1), 'page')} of "
-                f"{counted(self.page_size, 'token')} hold {self.pages.size(1) * self.page_size}. "
-                "Give pages more columns."
+                f"max_length is {self.max_length}, but {self.pages.size(1) * self.page_size} "
+                f"tokens fit into {counted(self.pages.size(1), 'page')} of {self.page_size}. Give "
+                "pages more columns."
             )
 
     @property

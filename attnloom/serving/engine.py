@@ -72,7 +72,7 @@ class Engine:
         num_pages = num_pages or longest * max(1, limits.max_running // 4)
         if num_pages < longest:
             raise OptionError(
-                f"{counted(num_pages, 'page')} of {counted(page_size, 'token')} do not hold one "
+                f"{counted(num_pages, 'page')} of {counted(page_size, 'token')} cannot hold one "
                 f"sequence of max_length {limits.max_length}. Give at least "
                 f"{counted(longest, 'page')}, or lower max_length."
             )

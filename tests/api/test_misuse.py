@@ -97,7 +97,7 @@ KINDS = {
     ),
     attnloom.explain: (
         {"mask_mod": causal, "measure": False},
-        {"score_mod": "mod", "mask_mod": "mod", "q_len": "required int", "kv_len": "int",
+        {"score_mod": "mod", "mask_mod": "mod", "q_len": "int", "kv_len": "int",
          "batch": "int", "heads": "int", "kv_heads": "int",
          "head_dim": "required int", "dtype": "dtype", "block_size": "block", "device": "device",
          "kernel_options": "options", "measure": "flag"},

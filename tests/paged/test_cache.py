@@ -186,7 +186,7 @@ def test_a_batch_is_updated_in_place() -> None:
             torch.testing.assert_close(out[i : i + 1], alone)
         assert (out[len(sequences) :] == 0).all()
     assert pointers == [t.data_ptr() for t in (batch.table.lengths, batch.table.pages)]
-    with pytest.raises(ShapeError, match="this batch takes 1 queries and 64 tokens"):
+    with pytest.raises(ShapeError, match="this batch takes 1 query and 64 tokens"):
         batch.update([a], [2])
 
 
@@ -236,7 +236,7 @@ MISTAKES = {
     ),
     "other batch": (
         lambda: flex_attention(torch.zeros(2, H, 1, D), _paged()[1]),
-        ShapeError, "query has batch 2, the cache 1 sequences",
+        ShapeError, "query has batch 2, the cache 1 sequence;",
     ),
     "short mask": (
         lambda: flex_attention(
@@ -275,18 +275,18 @@ MISTAKES = {
     ),
     "key of another size": (
         lambda: (c := new_cache()).append([c.new()], *torch.zeros(2, 1, H, 1, D + 1)),
-        ShapeError, "sequences of this cache take",
+        ShapeError, "for 1 sequence of this cache it must be",
     ),
     "counts": (
         lambda: (c := new_cache()).extend([c.new()], [1, 2]),
-        ShapeError, "1 sequences, but 2 counts",
+        ShapeError, "1 sequence, but 2 counts",
     ),
     "lengths of another dtype": (
         lambda: PageTable(torch.zeros(1), None, None, 0, 5), DtypeError, "a PageTable holds int32",
     ),
     "too long for the pages": (
         lambda: PageTable(_int32(1), None, _int32(1)[None], 16, 17),
-        ShapeError, "1 pages of 16 tokens hold 16",
+        ShapeError, "16 tokens fit into 1 page of 16.",
     ),
     "pages of another size": (
         lambda: PagedKV(
