@@ -14,16 +14,10 @@ that a barrier expects and that do not come, and a counter that is not put back.
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
-import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from attnloom.backends.gluon import (
     forward_columns,
@@ -34,34 +28,20 @@ from attnloom.backends.gluon import (
     rings,
 )
 from tests.kernels.gluon_world import (
-    PATIENCE_S,
     Int,
-    Language,
     Nothing,
     Pointer,
     ProtocolError,
-    Slot,
     Vec,
     World,
+    held,
+    play,
+    stand_ins,
 )
 
 MODULES = (forward_columns, forward_load, forward_math, forward_shared, forward_sm90, rings)
 HEADS, GROUP, BATCH = 4, 2, 2
 ROWS = 4  # of a consumer: the protocol does not depend on it
-
-
-def _fields_of_shared() -> list[str]:
-    tree = ast.parse(inspect.getsource(forward_shared))
-    (found,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Shared")
-    return [n.target.id for n in found.body if isinstance(n, ast.AnnAssign)]  # type: ignore[union-attr]
-
-
-_FIELDS = _fields_of_shared()
-
-
-def _reinterpreted(memory: Slot, _: Any, shape: list[int], __: Any) -> Slot:
-    memory.size = 2 * shape[-1] * shape[-2]
-    return memory
 
 
 @dataclass(frozen=True)
@@ -112,12 +92,10 @@ class Launch:
         cfg, sizes = self.cfg, (Int(HEADS), Int(0), Int(0), Int(0), Int(0))
         listed, plan = self.plan.arguments(cfg)
         names = self.names()
-        with contextlib.ExitStack() as stack:
-            for module in MODULES:
-                stack.enter_context(mock.patch.dict(vars(module), names))
+        with held(MODULES, names):
             warps: list[tuple[Callable[[], None], int, bool]] = []
             for program in range(self.plan.programs):
-                mem = _named(forward_shared.allocate(cfg))
+                mem = forward_shared.allocate(cfg)
                 roles = [
                     functools.partial(
                         forward_load.load_tiles, "q", "k", "v", mem, Pointer(self.counter), listed,
@@ -139,16 +117,7 @@ class Launch:
                     )
                 late = {"load": 0, "consume": 1, "columns": len(roles) - 1}.get(self.laggard, -1)
                 warps += [(role, program, i == late) for i, role in enumerate(roles)]
-            self.world.alive = len(warps)
-            threads = [
-                threading.Thread(target=self.world.run, args=warp, daemon=True) for warp in warps
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(PATIENCE_S)
-        if self.world.error is not None:
-            raise self.world.error
+            play(self.world, warps)
         self._check()
 
     def _check(self) -> None:
@@ -162,33 +131,11 @@ class Launch:
             raise ProtocolError(f"{len(self.done)} of {len(wanted)} parts of tiles were computed")
         if self.counter != [0]:
             raise ProtocolError(f"the counter is left at {self.counter[0]}")
-        if self.world.copies:
-            raise ProtocolError(f"{len(self.world.copies)} copies are under way at the end")
 
     def names(self) -> dict[str, Any]:
         """What the functions' modules hold in place of the language's."""
-        world = self.world
-        found: dict[str, Any] = {
-            "gl": Language(world, self.plan.programs),
-            "mbarrier": SimpleNamespace(
-                wait=world.wait, arrive=world.arrive, expect=world.expect, init=_start,
-                MBarrierLayout=lambda: None,
-            ),
-            "tma": SimpleNamespace(store_wait=lambda _: None),
-            "bi": SimpleNamespace(reinterpret=_reinterpreted, async_load=world.copy),
-            "Shared": lambda *parts: SimpleNamespace(**dict(zip(_FIELDS, parts, strict=True))),
-            "fence_async_shared": lambda: None,
-            "warpgroup_mma": world.multiply,
-            "warpgroup_mma_wait": world.finish,
-            "range": lambda *args: map(Int, range(*args)),
-            "ROWS": ROWS,
-            "FLAG_BITS": 6,
-        }  # fmt: skip
-        for module in MODULES:
-            for name, value in vars(module).items():
-                function = getattr(value, "fn", None)
-                if inspect.isfunction(function) and name not in found:
-                    found[name] = function
+        found = stand_ins(self.world, self.plan.programs, MODULES)
+        found |= {"ROWS": ROWS, "FLAG_BITS": 6}
         found |= {name: self._watched(found[name]) for name in ("_overlapped_tile", "_plain_tile")}
         return found | {
             "take_job": self._remembered(found["take_job"]),
@@ -218,8 +165,8 @@ class Launch:
     def _masked(self, s: Any, _: Any, mem: Any, n: int, keys: Vec, *rest: Any) -> Any:
         if self.cfg.NUM_COLUMNS:
             (found,) = forward_columns.read_columns(mem, n, None, self.cfg)
-            if not found or [*found] != [*keys]:
-                raise ProtocolError(f"columns of keys {found and found[0]} serve {keys[0]}")
+            if isinstance(found, Nothing) or [*found] != [*keys]:
+                raise ProtocolError(f"columns of other keys serve those from {keys[0]} on")
         return s
 
     def _watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,14 +204,3 @@ class Launch:
         scores, out = ([r for r in log if len(r) == length] for length in (2, 1))
         if scores != wanted_scores or out != wanted_out:
             raise ProtocolError(f"tile {tile} of unit {unit} used {log[:4]}")
-
-
-def _named(mem: Any) -> Any:
-    for name in _FIELDS:
-        for i, slot in enumerate(getattr(mem, name).slots):
-            slot.name = f"{name}[{i}]"
-    return mem
-
-
-def _start(barrier: Slot, count: int) -> None:
-    barrier.count = barrier.pending = count

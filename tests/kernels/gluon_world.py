@@ -3,11 +3,16 @@ products that stand in for the language's."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 PATIENCE_S = 20.0
 
@@ -43,9 +48,9 @@ class Vec(list[Any]):
     """A vector of positions."""
 
     def __add__(self, other: Any) -> Vec:  # type: ignore[override]
-        return Vec(Int(x + other) for x in self)
+        return other if isinstance(other, Nothing) else Vec(Int(x + other) for x in self)
 
-    __radd__ = __add__
+    __radd__ = __iadd__ = __add__  # type: ignore[assignment]
 
     def __eq__(self, other: Any) -> Any:
         return Vec(Int(x == other) for x in self) if isinstance(other, int) else [*self] == other
@@ -58,6 +63,17 @@ class Nothing:
     """Scores, weights and results."""
 
     def to(self, _: Any) -> Nothing:
+        return self
+
+    def __getitem__(self, _: Any) -> Nothing:
+        return self
+
+    def __mul__(self, _: Any) -> Nothing:
+        return self
+
+    __sub__ = __add__ = __mul__
+
+    def __neg__(self) -> Nothing:
         return self
 
 
@@ -87,11 +103,14 @@ class Slot:
     def permute(self, _: Any) -> Slot:
         return self
 
+    def slice(self, *_: Any, **__: Any) -> Slot:
+        return self
+
     def store(self, content: Any) -> None:
         self.content, self.version = content, self.version + 1
 
     def load(self, _: Any) -> Any:
-        return self.content
+        return self.content if isinstance(self.content, Vec) else Nothing()
 
 
 class Memory:
@@ -211,14 +230,14 @@ class World:
     def multiply(self, left: Any, right: Slot, acc: Any, **_: Any) -> Nothing:
         """A product: a group of its own, that reads until it is waited for."""
         reads = [slot for slot in (left, right) if isinstance(slot, Slot)]
-        self.own.groups.append([(slot, slot.version) for slot in reads])
+        self.own.groups.append([(slot, slot.version, self.own.live) for slot in reads])
         self.own.log.append([slot.content for slot in reads])
         return Nothing()
 
     def finish(self, outstanding: int, values: list[Any]) -> Any:
         while len(self.own.groups) > outstanding:
-            for slot, version in self.own.groups.pop(0):
-                if slot.version != version and self.own.live:
+            for slot, version, counts in self.own.groups.pop(0):
+                if slot.version != version and counts:
                     raise ProtocolError(f"{slot.content} was copied over what a product reads")
         return values[0] if len(values) == 1 else tuple(values)
 
@@ -244,8 +263,10 @@ class Language:
         return lambda *args, **kwargs: None
 
     int8, int32, int64, float32 = "int8", "int32", "int64", "float32"
-    allocate_shared_memory = staticmethod(Memory)
     where = staticmethod(_where)
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any) -> Any:
+        return Slot() if len(shape) == 1 else Memory(dtype, shape, layout)
 
     def program_id(self, _: int) -> Int:
         return Int(self._world.own.program)
@@ -277,10 +298,92 @@ class Language:
         return Vec([value] * shape[0])
 
     def sum(self, values: Vec, _: int) -> Int:
-        return Int(sum(values or [777]))  # a tile without steps reads what nobody wrote
+        if isinstance(values, Nothing):
+            return Int(777)  # a tile without steps reads what nobody wrote
+        return Int(sum(values))
+
+    def zeros(self, *_: Any) -> Nothing:
+        return Nothing()
 
     def static_range(self, *args: int) -> Iterator[Int]:
         return map(Int, range(*args))
 
     def convert_layout(self, value: Any, *_: Any) -> Any:
         return value
+
+
+def stand_ins(world: World, programs: int, modules: Sequence[ModuleType]) -> dict[str, Any]:
+    """What a kernel's modules hold in place of the language's, and their own functions as they
+    are before they are compiled. One of the modules defines Shared."""
+    found: dict[str, Any] = {
+        "gl": Language(world, programs),
+        "mbarrier": SimpleNamespace(
+            wait=world.wait, arrive=world.arrive, expect=world.expect, init=_start,
+            MBarrierLayout=lambda: None,
+        ),
+        "tma": SimpleNamespace(store_wait=lambda _: None),
+        "bi": SimpleNamespace(reinterpret=_reinterpreted, async_load=world.copy),
+        "Shared": lambda *parts: _named(dict(zip(_fields(modules), parts, strict=True))),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": world.multiply,
+        "warpgroup_mma_wait": world.finish,
+        "range": lambda *args: map(Int, range(*args)),
+    }  # fmt: skip
+    for module in modules:
+        for name, value in vars(module).items():
+            function = getattr(value, "fn", None)
+            if inspect.isfunction(function) and name not in found:
+                found[name] = function
+    return found
+
+
+def _fields(modules: Sequence[ModuleType]) -> list[str]:
+    """Of the class that holds a program's shared memory."""
+    for module in modules:
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef) and node.name == "Shared":
+                return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]  # type: ignore[union-attr]
+    raise AssertionError("no module defines Shared")
+
+
+def _named(memory: dict[str, Any]) -> SimpleNamespace:
+    for name, part in memory.items():
+        for i, slot in enumerate([part] if isinstance(part, Slot) else part.slots):
+            slot.name = f"{name}[{i}]"
+    return SimpleNamespace(**memory)
+
+
+def _reinterpreted(memory: Slot, dtype: Any, shape: list[int], _: Any) -> Slot:
+    memory.size = (4 if dtype == "float32" else 2) * shape[-1] * shape[-2]
+    return memory
+
+
+def _start(barrier: Slot, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+@contextlib.contextmanager
+def held(modules: Sequence[ModuleType], names: dict[str, Any]) -> Iterator[None]:
+    """Inside, the modules hold these."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.dict(vars(module), names))
+        yield
+
+
+def play(world: World, warps: Sequence[tuple[Callable[[], None], int, bool]]) -> None:
+    """Run warps to the end: (what one does, its program, whether it lags).
+
+    Raises:
+        ProtocolError: what the first to fail met, or copies that are left.
+    """
+    world.alive = len(warps)
+    threads = [threading.Thread(target=world.run, args=warp, daemon=True) for warp in warps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    if world.error is not None:
+        raise world.error
+    if world.copies:
+        raise ProtocolError(f"{len(world.copies)} copies are under way at the end")

@@ -1,0 +1,111 @@
+"""The Gluon backward's warps, played through: every order of waits that its forms can meet ends."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.gluon_protocol_backward import HALF, TILE_M, Backward, Visit
+from tests.kernels.gluon_world import ProtocolError
+
+
+def form(**changed: Any) -> SimpleNamespace:
+    """A configuration, as fields_backward.main_config would give it."""
+    cfg = SimpleNamespace(
+        TILE_M=TILE_M, STAGES=2, LOG_STAGES=1, D=2 * HALF, DV=2 * HALF, OPERAND=None, SUB=2,
+        TILES_PER_BLOCK=1, SAME_LISTS=False, HEADER=False, HAS_LISTS=True, HAS_SCORE=False,
+        HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
+        BY_HEAD=False, HAS_SINKS=False, DQ_APART=False, EARLY=False, FOLD=False,
+    )  # fmt: skip
+    vars(cfg).update(changed)
+    return cfg
+
+
+FOUR = {"STAGES": 4, "LOG_STAGES": 2}
+FORMS = {
+    "wide": form(),
+    "wide, from -lse and -delta": form(FOLD=True),
+    "wide, by head": form(BY_HEAD=True),
+    "wide, one list": form(SAME_LISTS=True, HEADER=True),
+    "narrow": form(DQ_APART=True),
+    "narrow, by head": form(DQ_APART=True, BY_HEAD=True),
+    "narrow, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR),
+    "no mask": form(
+        HAS_LISTS=False, HAS_MASK=False, MAY_MASK=False, NEEDS_QUERIES=False, HAS_TAIL=False, SUB=1
+    ),
+}
+
+
+def visit_of(cfg: Any, draw: random.Random) -> Visit:
+    """Up to four heads of up to three live blocks each, the last of which may be past the end."""
+    units = draw.choice((1, 2, 4))
+    if not cfg.HAS_LISTS:
+        count = draw.randint(1, 4)
+        blocks = [tuple(range(count))] * units
+        return Visit(tuple(blocks), False, count * TILE_M - draw.randint(0, TILE_M - 1))
+    blocks = [tuple(sorted(draw.sample(range(4), draw.randint(0, 3)))) for _ in range(units)]
+    return Visit(tuple(blocks), cfg.SAME_LISTS, 4 * cfg.SUB * TILE_M - draw.randint(0, 6))
+
+
+@pytest.mark.parametrize("laggard", ["", "load", "keys", "queries"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_wait_ends_and_every_product_has_its_operands(name: str, laggard: str) -> None:
+    if laggard == "queries" and not FORMS[name].DQ_APART:
+        pytest.skip("no warpgroup of dq alone")
+    draw = random.Random(name)
+    for seed in range(4):
+        Backward(FORMS[name], visit_of(FORMS[name], draw), seed, laggard).run()
+
+
+LONG = Visit(((0, 1, 2), (1, 3)), False, 4 * 2 * TILE_M)
+
+
+def lists_counted_from_zero(names: dict[str, Any]) -> dict[str, Any]:
+    """As once compiled: the number of a step started anew with every head."""
+
+    def step(state, n, total, *rest):
+        return names["_step"](state, n % 3, total, *rest)
+
+    return {"_step": step}
+
+
+def dq_of_this_step(names: dict[str, Any]) -> dict[str, Any]:
+    """dq is computed before the other half of the keys has given its part."""
+
+    def wait(barrier, phase, pred=True):
+        if not barrier.name.startswith("ds_full"):
+            names["mbarrier"].wait(barrier, phase, pred)
+
+    return {"mbarrier": SimpleNamespace(**{**vars(names["mbarrier"]), "wait": wait})}
+
+
+def queries_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
+    def start_dp(mem, n, which, layout, cfg):
+        names["mbarrier"].arrive(mem.do_empty.index(names["slot_of"](n, cfg)))
+        return names["_start_dp"](mem, n, which, layout, cfg)
+
+    return {"_start_dp": start_dp}
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("wide, by head", lists_counted_from_zero),
+        ("wide", dq_of_this_step),
+        ("narrow", dq_of_this_step),
+        ("narrow, early", queries_given_back_early),
+    ],
+)
+def test_planted_mistakes_are_found(
+    name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Backward(FORMS[name], LONG, 0, laggard="keys")
+    names = launch.names()
+    monkeypatch.setattr(launch, "names", lambda: names | mistake(names))
+    with pytest.raises(ProtocolError):
+        launch.run()
