@@ -95,7 +95,8 @@ def _shares(mask_mod: MaskMod, block_mask: BlockMask, region: Region, head: int)
     (top, bottom), (left, right) = tile_spans(block_mask, region)
     rows = _clipped(top, bottom, block_mask.BLOCK_SIZE[0], region.q)
     columns = _clipped(left, right, block_mask.BLOCK_SIZE[1], region.kv)
-    _check_asked(np.diff(rows)[owner[partial]] @ np.diff(columns)[column[partial]], region)
+    asked = np.diff(rows)[owner[partial]] @ np.diff(columns)[column[partial]]
+    _check_asked(int(asked), region)
     device = device_of(mask_mod, block_mask.device)
     with torch.no_grad():
         asking = _Asking(trace_mask(mask_mod, device), device, region, head)
@@ -113,7 +114,7 @@ def _shares(mask_mod: MaskMod, block_mask: BlockMask, region: Region, head: int)
             for cell, queries in of_rows:
                 counts[kind, cell] += queries * line
         kept = asking.kept(
-            q, kv, (first, end), [(columns[c], columns[c + 1]) for c in tiles[is_partial]]
+            q, kv, (first, end), [(int(columns[c]), int(columns[c + 1])) for c in tiles[is_partial]]
         )
         for cell, line in kept:
             counts[Kind.PARTIAL, cell] += line

@@ -143,7 +143,11 @@ def _scattered(b, h, q_idx, kv_idx):
 
 
 @pytest.mark.parametrize("in_tiles", [True, False])
-@pytest.mark.parametrize("mod", [window, _scattered, lambda b, h, q, kv: q < 0], ids=str)
+@pytest.mark.parametrize(
+    "mod",
+    [window, _scattered, lambda b, h, q, kv: q < 0],
+    ids=["window", "scattered", "nothing"],
+)
 def test_more_scores_than_can_be_held_are_reduced_tile_by_tile(mod, in_tiles, monkeypatch):
     """The same picture as from all tokens at once; above 2^24 scores that was refused."""
     mask = attnloom.create_block_mask(mod, None, 2, 610, 730, device="cpu", BLOCK_SIZE=(32, 16))
