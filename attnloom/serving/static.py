@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnloom.errors import CaptureError, OptionError
+from attnloom.errors import CaptureError, OptionError, counted
 from attnloom.paged import PagedKVCache
 from attnloom.paged.staged import StagedInts
 from attnloom.serving.attend import Masks, PagedAttention, Part, Tree, plant, tree_fields
@@ -205,9 +205,9 @@ def _captured(step: StaticStep, shape: StepShape, pool: Any) -> tuple[torch.cuda
                 logits = step.compute()
     except RuntimeError as error:
         raise CaptureError(
-            f"a step of {shape.size} sequences with {shape.q_len} tokens each cannot be captured "
-            f"as a CUDA graph: {error}. A graph holds no work that waits for the device, such as "
-            ".item() in a decoder of your own. Use cuda_graphs=False."
+            f"a step of {counted(shape.size, 'sequence')} with {counted(shape.q_len, 'token')} "
+            f"each cannot be captured as a CUDA graph: {error}. A graph holds no work that waits "
+            "for the device, such as .item() in a decoder of your own. Use cuda_graphs=False."
         ) from error
     return graph, logits
 

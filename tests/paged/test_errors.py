@@ -67,8 +67,8 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
     "more queries than the batch": (
         lambda: cache_of(20).empty_batch(1, 64).update([0], [2]),
         ShapeError,
-        "sequence 0 has 20 tokens, 2 of them queries; this batch takes 1 queries and 64 tokens "
-        "a sequence.",
+        "sequence 0 has 20 tokens, 2 of them queries; this batch takes 1 query and 64 tokens a "
+        "sequence.",
     ),
     "rows to write": (
         lambda: cache_of(20).batch([0]).write(zeros(1, H, 2, D), zeros(1, H, 2, D)),
@@ -92,7 +92,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
     "fewer than none": (
         lambda: cache_of(3).extend([0], [-1]),
         ShapeError,
-        "sequence 0 is extended by -1 tokens; 0 or more.",
+        "sequence 0 is extended by -1; 0 tokens or more.",
     ),
     "fork beyond the end": (
         lambda: cache_of(3).fork(0, 4),
@@ -140,23 +140,23 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
     "key of another size": (
         lambda: cache_of(3).append([0], zeros(1, H, 1, D + 1), zeros(1, H, 1, D)),
         ShapeError,
-        "key is [1, 2, 1, 9]; 1 sequences of this cache take [1, 2, 1, 8].",
+        "key is [1, 2, 1, 9]; for 1 sequence of this cache it must be [1, 2, 1, 8].",
     ),
     "state of another size": (
         lambda: cache_of(3).load_state_dict(cache_of(3, num_pages=9).state_dict()),
         ShapeError,
-        "the state has 9 pages of 16 tokens and 1 layers of [2, 16, 8]; this cache 4 of 16 and "
+        "the state has 9 pages of 16 tokens and 1 layer of [2, 16, 8]; this cache 4 of 16 and "
         "1 of [2, 16, 8].",
     ),
     "counts": (
         lambda: cache_of(3).extend([0], [1, 2]),
         ShapeError,
-        "1 sequences, but 2 counts; one each.",
+        "1 sequence, but 2 counts; one each.",
     ),
     "too long for the pages": (
         lambda: PageTable(int32(1), None, int32(1)[None], 16, 17),
         ShapeError,
-        "max_length is 17, but 1 pages of 16 tokens hold 16. Give pages more columns.",
+        "max_length is 17, but 16 tokens fit into 1 page of 16. Give pages more columns.",
     ),
     "table without pages": (
         lambda: PagedKV(

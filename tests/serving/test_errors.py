@@ -144,8 +144,8 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
     "few pages": (
         lambda: engine(num_pages=3),
         OptionError,
-        "3 pages of 16 tokens do not hold one sequence of max_length 64. Give at least 4 pages, "
-        "or lower max_length.",
+        "3 pages of 16 tokens cannot hold one sequence of max_length 64. Give at least 4 "
+        "pages, or lower max_length.",
     ),
     "no prompt": (
         lambda: engine().add(Request(())),
@@ -201,12 +201,12 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
     "queue": (
         overload,
         OverloadedError,
-        "1 requests are waiting, the most allowed; try again later.",
+        "1 request is waiting, the most allowed; try again later.",
     ),
     "queue of a service": (
         lambda: submit(close=False),
         OverloadedError,
-        "1 requests are waiting, the most allowed; try again later.",
+        "1 request is waiting, the most allowed; try again later.",
     ),
     "closed": (lambda: submit(close=True), OverloadedError, "the server is shutting down."),
     "failed step": (

@@ -72,10 +72,10 @@ def events(engine: Engine, seed: int) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     asked = 0
     for _ in range(200):
-        if asked < 8 and random.random() < 0.3:
-            length = random.randrange(1, 30)
+        if asked < 6 and random.random() < 0.4:
+            length = random.randrange(1, 16)
             params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-            tokens = (asked, *prompt(random.randrange(1, 60), asked))
+            tokens = (asked, *prompt(random.randrange(1, 50), asked))
             engine.add(Request(tokens, params, f"{asked}"))
             asked += 1
         if asked and random.random() < 0.04:
@@ -83,7 +83,7 @@ def events(engine: Engine, seed: int) -> dict[str, list[int]]:
         for output in engine.step():
             found.setdefault(output.name, []).extend(output.tokens)
         engine.cache.book.check()
-        if asked == 8 and not engine.busy:
+        if asked == 6 and not engine.busy:
             break
     assert not engine.busy
     return found
@@ -95,8 +95,8 @@ def test_joins_leaves_and_cancellations(model: Decoder) -> None:
         engine = make(model, mode)
         assert events(engine, 1) == want
         static = engine._runner.static
-        assert static.num_runs > 20
-        assert len(static._made) >= 3  # sizes
+        assert static.num_runs > 8
+        assert len(static._made) >= 2  # sizes
 
 
 def test_trees_of_drafts(model: Decoder) -> None:
@@ -161,6 +161,21 @@ def test_pages_behind_a_window_are_freed() -> None:
     assert [found[name] for name in names] == want
 
 
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_a_step_is_captured_over_no_sequence(model: Decoder, q_len: int) -> None:
+    """Nothing is written to a page that anybody may hold, and nothing is NaN."""
+    engine = make(model, mode="padded")
+    cache, static = engine.cache, engine._runner.static
+    for stored in (*cache.keys, *cache.values):
+        stored[: cache.dropped_page] = 7.0
+    static.prepare(StepShape(2, q_len))
+    step = static._made[StepShape(2, q_len)].step
+    with torch.inference_mode():
+        step.take(())
+        assert step.compute().isfinite().all()
+    assert all((stored[: cache.dropped_page] == 7).all() for stored in cache.keys + cache.values)
+
+
 def test_which_steps_are_static(llama: Decoder) -> None:
     engine = make(llama, mode="padded")
     static = engine._runner.static
@@ -199,7 +214,7 @@ def _uncapturable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NOT_CAPTURED = (
-    "a step of 1 sequences with 1 tokens each cannot be captured as a CUDA graph: operation not "
+    "a step of 1 sequence with 1 token each cannot be captured as a CUDA graph: operation not "
     "permitted when stream is capturing. A graph holds no work that waits for the device, such as "
     ".item() in a decoder of your own. Use cuda_graphs=False."
 )
@@ -226,7 +241,7 @@ def test_what_must_be_captured_is_an_error(llama: Decoder, monkeypatch: pytest.M
     with pytest.raises(CaptureError) as caught:
         engine.step()
     assert str(caught.value) == NOT_CAPTURED
-    with pytest.raises(CaptureError, match="a step of 6 sequences with 1 tokens each"):
+    with pytest.raises(CaptureError, match="a step of 6 sequences with 1 token each"):
         engine.warm_up()
     assert static_module.wants_graphs("auto", torch.device("cuda"))
 
