@@ -22,15 +22,17 @@ from tests.fuzz.grammar import CAPTURES, FORKS, LEAVES, SCORE_LEAVES, TEMPLATES,
 from tests.fuzz.programs import FuzzProgram
 from tests.harness.draw import Sizes
 
-PER_PART, PARTS, QUICK_PARTS = 50, 10, 3
+PER_PART = 50
+PARTS = [
+    *range(3),
+    *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 5)),
+    *(pytest.param(i, marks=pytest.mark.long) for i in range(5, 20)),
+]
 SIZES = Sizes(1, 2, 1, 7, 9, 4, 4)
 _SAMPLE = {"F": "slope[h]", "I": "(q_idx - kv_idx)", "B": "(q_idx >= kv_idx)"}
 
 
-@pytest.mark.parametrize(
-    "part",
-    [pytest.param(i, marks=[pytest.mark.slow] if i >= QUICK_PARTS else []) for i in range(PARTS)],
-)
+@pytest.mark.parametrize("part", PARTS)
 def test_random_programs(part: int) -> None:
     explore(CI_SHARES, part, PER_PART)
 
