@@ -7,9 +7,11 @@ and leaves this list; so does one that loses.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, ClassVar
 from unittest import mock
 
 from attnloom.backends.gluon import configs_backward, configs_forward
@@ -19,111 +21,102 @@ from benchmarks.gpu_cases import GpuCase
 _UNLIMITED = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class GluonForward:
+class Change:
+    """Something else in a backend's place of choice. `exchanged`: (module, name, value), the first
+    of the module whose launches are remembered, which are kept apart."""
+
+    backend: ClassVar[str]
+
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _known(self) -> dict[Any, Any]:
+        return {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the backend runs so."""
+        exchanged = self.exchanged()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(exchanged[0][0], "_ready", self._known))
+            for module, name, value in exchanged:
+                stack.enter_context(mock.patch.object(module, name, value))
+            yield
+
+
+@dataclass(frozen=True)
+class GluonForward(Change):
     """A form of configs_forward.py."""
 
     form: configs_forward.Form
-    backend: str = "gluon"
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    backend = "gluon"
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the backend's forward runs so."""
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.gluon import launch_forward
 
-        with (
-            mock.patch.object(launch_forward, "_ready", self._known),
-            mock.patch.object(launch_forward, "_in_order", lambda call, fixed: (self.form,)),
-        ):
-            yield
+        return [(launch_forward, "_in_order", lambda call, fixed: (self.form,))]
 
 
-@dataclass(frozen=True, slots=True)
-class GluonBackward:
+@dataclass(frozen=True)
+class GluonBackward(Change):
     """A form of configs_backward.py, whatever it spills."""
 
     form: configs_backward.Form
-    backend: str = "gluon"
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    backend = "gluon"
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the backend's backward runs so."""
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.gluon import launch_backward, ready_backward
 
-        with (
-            mock.patch.object(ready_backward, "_ready", self._known),
-            mock.patch.object(ready_backward, "form_of", lambda operands: self.form),
-            mock.patch.object(launch_backward, "FEW_SPILLS", _UNLIMITED),
-        ):
-            yield
+        return [
+            (ready_backward, "form_of", lambda operands: self.form),
+            (launch_backward, "FEW_SPILLS", _UNLIMITED),
+        ]
 
 
-@dataclass(frozen=True, slots=True)
-class PortableForward:
-    """A tile of configs.py."""
+@dataclass(frozen=True)
+class PortableForward(Change):
+    """A tile of triton/configs.py."""
 
     tile: Tile
-    backend: str = "triton"
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    backend = "triton"
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the portable forward runs so."""
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.triton import launch_forward
 
-        with (
-            mock.patch.object(launch_forward, "_ready", self._known),
-            mock.patch.object(launch_forward, "_tiles", lambda call: (self.tile,)),
-        ):
-            yield
+        return [(launch_forward, "_tiles", lambda call: (self.tile,))]
 
 
-@dataclass(frozen=True, slots=True)
-class PortableBackward:
+@dataclass(frozen=True)
+class PortableBackward(Change):
     """Tiles of the key and the row kernel of triton/configs_backward.py."""
 
     keys: Tile
     rows: Tile
-    backend: str = "triton"
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    backend = "triton"
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the portable backward runs so."""
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.triton import configs_backward as tables
         from attnloom.backends.triton import ready_backward
 
-        with (
-            mock.patch.object(ready_backward, "_ready", self._known),
-            mock.patch.object(tables, "key_tiles", lambda device, shape: (self.keys,)),
-            mock.patch.object(tables, "row_tiles", lambda device, shape: (self.rows,)),
-        ):
-            yield
+        return [
+            (ready_backward, "configs_backward", tables),
+            (tables, "key_tiles", lambda device, shape: (self.keys,)),
+            (tables, "row_tiles", lambda device, shape: (self.rows,)),
+        ]
 
 
-@dataclass(frozen=True, slots=True)
-class PortableDecode:
+@dataclass(frozen=True)
+class PortableDecode(Change):
     """A tile of the decode kernel, of 16 rows."""
 
     tile: Tile
-    backend: str = "triton"
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    backend = "triton"
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, few queries run so."""
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.triton import launch_decode
 
-        with (
-            mock.patch.object(launch_decode, "_ready", self._known),
-            mock.patch.object(launch_decode, "_tiles", lambda call: (self.tile,)),
-        ):
-            yield
-
-
-Change = GluonForward | GluonBackward | PortableForward | PortableBackward | PortableDecode
+        return [(launch_decode, "_tiles", lambda call: (self.tile,))]
 
 
 @dataclass(frozen=True, slots=True)
