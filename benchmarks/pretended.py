@@ -148,8 +148,29 @@ def _start_nothing() -> Callable[..., int]:
 
 
 @contextlib.contextmanager
+def planned_for_it() -> Iterator[None]:
+    """Inside, calls with CPU tensors are planned as an H200's, with nothing remembered before."""
+    found = planning.candidates
+    patches = [
+        mock.patch.object(configs, "device_of", lambda _: H200),
+        mock.patch.object(TritonBackend, "unsupported", lambda *_: None),
+        mock.patch.object(gate, "_device", lambda _: None),
+        mock.patch.object(gate, "_version", lambda: None),
+        mock.patch.object(planning, "candidates", lambda options, *_: found(options, "cuda", True)),
+        mock.patch.object(planning, "_plans", {}),
+        mock.patch.object(repeats, "_buckets", {}),
+        mock.patch.object(repeats, "_met", set()),
+        *(mock.patch.dict(memory, clear=True) for memory in _memories()),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+
+
+@contextlib.contextmanager
 def hopper(records: bool = False) -> Iterator[Gpu]:
-    """Inside, calls with CPU tensors go the way of an H200's, with nothing remembered before.
+    """Inside, calls with CPU tensors go the way of an H200's.
 
     Args:
         records: keep what every launch was given.
@@ -169,16 +190,8 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
         get_current_device=lambda: 0,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
-    found = planning.candidates
     patches = [
-        mock.patch.object(configs, "device_of", lambda _: H200),
-        mock.patch.object(TritonBackend, "unsupported", lambda *_: None),
-        mock.patch.object(gate, "_device", lambda _: None),
-        mock.patch.object(gate, "_version", lambda: None),
-        mock.patch.object(planning, "candidates", lambda options, *_: found(options, "cuda", True)),
-        mock.patch.object(planning, "_plans", {}),
-        mock.patch.object(repeats, "_buckets", {}),
-        mock.patch.object(repeats, "_met", set()),
+        planned_for_it(),
         mock.patch.object(direct, "_cuda", lambda: library),
         mock.patch.object(direct, "_kernels", {}),
         mock.patch.object(direct, "driver", SimpleNamespace(active=active)),
@@ -187,7 +200,6 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
         mock.patch.object(torch._C, "_cuda_getDevice", lambda: 0, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: gpu.stream, create=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        *(mock.patch.dict(memory, clear=True) for memory in _memories()),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:

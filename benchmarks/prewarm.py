@@ -36,7 +36,6 @@ from benchmarks import gpu_cases
 from benchmarks.gpu_cases import DECODE, PREFILL, SCALING, GpuCase
 
 ARCH = 90
-_SHARED_BYTES, _PROCESSORS, _L2_BYTES = 232448, 132, 60 << 20  # of an H200
 SUITES = ("gpu", "decode", "scaling", "candidates")
 
 
@@ -186,26 +185,14 @@ def without_a_device() -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from attnloom.api import planning
-    from attnloom.backends.gluon import gate
-    from attnloom.backends.triton import configs, launcher
-    from attnloom.backends.triton.launch import TritonBackend
-    from attnloom.plan import choose
+    from attnloom.backends.triton import launcher
+    from benchmarks.pretended import planned_for_it
 
-    device = configs.Device(ARCH, _SHARED_BYTES, _PROCESSORS, _L2_BYTES)
     with (
+        planned_for_it(),
         mock.patch.object(driver, "_active", _Driver(GPUTarget("cuda", ARCH, 32))),
         mock.patch.object(gpu_cases, "DEVICE", "cpu"),
         mock.patch("benchmarks.gpu_peers.DEVICE", "cpu"),
-        mock.patch.object(
-            planning,
-            "candidates",
-            lambda options, kind, has: choose.candidates(options, "cuda", has),
-        ),
-        mock.patch.object(configs, "device_of", lambda _: device),
-        mock.patch.object(gate, "_device", lambda _: None),
-        mock.patch.object(gate, "_version", lambda: None),
-        mock.patch.object(TritonBackend, "unsupported", lambda self, call: None),
         mock.patch.object(launcher.Launcher, "__call__", _compile),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
     ):
@@ -233,12 +220,13 @@ def _compile(launch: Any, aligned: bool, *args: object) -> None:
     from triton.runtime.errors import OutOfResources
 
     from attnloom.backends.triton.launcher import OPTIONS
+    from benchmarks.pretended import H200
 
     made = launch.kernel.run(
         *args, launch.config, grid=(launch.grid,), warmup=True, **OPTIONS, **launch.options
     )
-    if made.metadata.shared > _SHARED_BYTES:
-        raise OutOfResources(made.metadata.shared, _SHARED_BYTES, "shared memory")
+    if made.metadata.shared > H200.shared_bytes:
+        raise OutOfResources(made.metadata.shared, H200.shared_bytes, "shared memory")
     launch.spills = _local_bytes(made.asm["cubin"]) // 4
 
 
