@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -28,8 +29,15 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("mod", FORMS)
+def half_slow(*columns) -> list:
+    """All combinations, of which every second runs every time: each value with half of the rest."""
+    return [
+        pytest.param(*(x for x, _ in row), marks=[pytest.mark.slow] * (sum(n for _, n in row) % 2))
+        for row in itertools.product(*(zip(c, range(len(c)), strict=True) for c in columns))
+    ]
+
+
+@pytest.mark.parametrize(("mod", "deterministic"), half_slow(FORMS, [False, True]))
 def test_captured_gradients(mod: str, deterministic: bool) -> None:
     check_gradients(Case(mod, SIZES), deterministic)
 
@@ -50,8 +58,9 @@ def test_captured_gradients_repeat_bitwise() -> None:
     check_repeats(Case("captured_twice", SIZES), "cpu", times=1)
 
 
-@pytest.mark.parametrize("dtype", [FP64, BF16, FP16], ids=str)
-@pytest.mark.parametrize("mod", ["causal", "softcap"])
+@pytest.mark.parametrize(
+    ("dtype", "mod"), half_slow([FP64, BF16, FP16], ["causal", "softcap"]), ids=str
+)
 def test_dtypes(mod: str, dtype: torch.dtype) -> None:
     check_gradients(Case(mod, SIZES, dtype), False)
 
