@@ -1,5 +1,5 @@
-"""The Gluon kernels of every published mod, compiled for Hopper without one: they fit, and spill
-within bounds.
+"""The Gluon kernels of every published mod, compiled for Hopper without one: they fit, no product
+is waited for at once, and forwards spill within bounds.
 
 Forms are tried as a launch tries them; the backward is compiled whatever it spills, where a launch
 would leave it to the portable kernels beyond FEW_SPILLS.
@@ -40,10 +40,40 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 NAMES = sorted(PUBLISHED)
 OPTIONS = KernelOptions(backend="gluon")
 LIMIT = TARGETS["sm_90"][1].shared_bytes
-# (mod, head dimension) -> bytes that a thread may spill, as recorded with Triton 3.6, with room.
-FORWARD_SPILLS: dict[tuple[str, int], int] = {}
-BACKWARD_SPILLS: dict[tuple[str, int], int] = {}
-FEW_FORWARD, FEW_BACKWARD = 64, 128
+# Bytes that a thread of the forward spills, by (mod, head dimension), as recorded with Triton 3.6;
+# more than 256, and "auto" leaves the call to the portable kernels. What is not here was not
+# recorded. The backward's are no bound: a launch looks at them.
+SPILLS = {
+    ("alibi", 128): 64,
+    ("bigbird", 128): 48,
+    ("block_diffusion", 64): 12,
+    ("documents/unsorted", 128): 8,
+    ("graphormer_edge", 128): 6592,
+    ("graphormer_spatial", 64): 36,
+    ("latent_rope", 64): 772,
+    ("per_head", 128): 72,
+} | dict.fromkeys(
+    [
+        ("additive_bias", 64),
+        ("alibi/symmetric", 64),
+        ("and_masks", 128),
+        ("bidirectional_window", 64),
+        ("causal_lower_right", 128),
+        ("causal_mask", 64),
+        ("compose", 128),
+        ("dilated_window", 64),
+        ("distance_decay", 128),
+        ("documents", 64),
+        ("documents_from_cu_seqlens", 64),
+        ("fixed_sparse", 128),
+        ("flamingo", 64),
+        ("head_bias", 128),
+        ("head_temperature", 64),
+        ("key_padding", 128),
+    ],
+    0,
+)
+ROOM = 16
 
 
 def call_of(mod: str, head_dim: int) -> AttentionCall:
@@ -104,7 +134,8 @@ def check_forward(mod: str, head_dim: int) -> None:
     made = forward_of(call_of(mod, head_dim))
     assert made.serialised == ()
     assert made.shared <= LIMIT
-    assert made.spills <= FORWARD_SPILLS.get((mod, head_dim), FEW_FORWARD)
+    recorded = SPILLS.get((mod.removeprefix(PREFIX), head_dim))
+    assert recorded is None or made.spills <= recorded + ROOM
 
 
 def check_backward(mod: str, head_dim: int) -> None:
@@ -112,16 +143,15 @@ def check_backward(mod: str, head_dim: int) -> None:
     main = made["backward_kernel"]
     assert main.serialised == ()
     assert main.shared <= LIMIT
-    assert main.spills <= BACKWARD_SPILLS.get((mod, head_dim), FEW_BACKWARD)
 
 
-@pytest.mark.parametrize("mod", [f"{PREFIX}per_head", f"{PREFIX}t5_bias"])
+@pytest.mark.parametrize("mod", [f"{PREFIX}per_head", f"{PREFIX}alibi"])
 def test_forward(mod: str) -> None:
     check_forward(mod, 128)
 
 
 def test_backward() -> None:
-    check_backward(f"{PREFIX}head_temperature", 64)
+    check_backward(f"{PREFIX}head_temperature", 128)
 
 
 @pytest.mark.long
