@@ -11,10 +11,12 @@ count steps). An entry ends with its mask, and holds no tensor of the caller's b
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +113,7 @@ def key_of(call: Call) -> tuple[object, ...] | None:
             said = (*options.items(), *map(type, options.values()))
             hash(said)
         return (
-            0 if score_mod is None else id(score_mod.__code__),  # type: ignore[attr-defined]
+            0 if score_mod is None else id(_code_of(score_mod)),
             0 if block_mask is None else id(block_mask),
             query.shape,
             key.shape,
@@ -134,6 +136,11 @@ def key_of(call: Call) -> tuple[object, ...] | None:
         )
     except (AttributeError, RuntimeError, TypeError):
         return None  # a callable object, a sparse or a nested tensor, an option without a hash
+
+
+def _code_of(mod: Any) -> CodeType:
+    """Raises AttributeError for callables of other kinds than functions, methods and partials."""
+    return mod.func.__code__ if type(mod) is functools.partial else mod.__code__
 
 
 def find(key: tuple[object, ...], call: Call) -> tuple[Launch, _Tensors] | None:
@@ -245,7 +252,7 @@ def _see(call: Call, launch: Launch) -> _Seen | None:
     places: list[int] = []
     if call.score_mod is not None:
         bound = captures.recognised("score_mod", call.score_mod, dtype, device)
-        taken = snapshots.take(call.score_mod)
+        taken = None if bound is None else snapshots.take(call.score_mod)
         if bound is None or taken is None:
             return None
         score, found = taken
@@ -256,7 +263,7 @@ def _see(call: Call, launch: Launch) -> _Seen | None:
         lists, mask_mod = block_mask.lists(), block_mask.mask_mod
         if mask_mod is not noop_mask:
             bound = captures.recognised("mask_mod", mask_mod, DType.F32, device)
-            taken = snapshots.take(mask_mod)
+            taken = None if bound is None else snapshots.take(mask_mod)
             if bound is None or taken is None:
                 return None
             mask, of_mask = taken

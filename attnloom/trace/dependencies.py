@@ -279,13 +279,13 @@ def _visit_object(owner: Any, found: Dependencies, chains: tuple[Chain, ...]) ->
     for chain in chains:
         if not chain:
             raise UnrecognisedError
-        value, rest = _attribute(owner, chain[0], found), chain[1:]
+        value, rest = attribute(owner, chain[0], found), chain[1:]
         if value is not _MISSING:
             _visit(value, found, (rest,))
     found.rigid = rigid
 
 
-def _attribute(owner: Any, name: str, found: Dependencies) -> Any:
+def attribute(owner: Any, name: str, found: Dependencies | None) -> Any:
     """An attribute that is plain data, or _MISSING after visiting a method."""
     kind = type(owner)
     if isinstance(owner, ModuleType):
@@ -300,7 +300,7 @@ def _attribute(owner: Any, name: str, found: Dependencies) -> Any:
         return own[name]
     if of_class is _MISSING:
         return _module_attribute(owner, own, name)
-    if type(of_class) is FunctionType:
+    if found is not None and type(of_class) is FunctionType:
         _visit_method(of_class, owner, found)
         return _MISSING
     if hasattr(type(of_class), "__get__"):

@@ -5,25 +5,29 @@ where to look, with what was found there: two mods of the same code whose cells,
 globals hold equal values, and tensors of the same form, do the same. The mods may be different
 closures. Numbers must be equal; tensors may be others.
 
-Taken are mods of plain functions, numbers, strings, tensors, tuples, lists and what has no state.
-Rejected, and left to `dependencies.py`: objects and their attributes, dicts, partials, methods,
-NaN, functions that reach themselves.
+Taken are mods of plain functions, methods, partials, numbers, strings, tensors, tuples, lists,
+attributes of objects as far as bytecode shows which are read, and what has no state. Rejected, and
+left to `dependencies.py`: dicts, NaN, methods that are read from objects, callable objects,
+functions that reach themselves.
 A Snapshot holds neither tensors nor mods.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from attnloom.trace.checked import unwrapped
+from attnloom.trace.code_facts import Chain
 from attnloom.trace.dependencies import (
     UnrecognisedError,
+    attribute,
     globals_of,
     is_of_torch,
     is_stateless,
@@ -33,6 +37,7 @@ from attnloom.trace.dependencies import (
 _BUILTINS = vars(builtins)
 _MISSING = object()
 _MAX_DEPTH = 8
+_WHOLE: tuple[Chain, ...] = ((),)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 # Of one of these types an equal value does the same.
 _VALUES = frozenset({int, bool, str, type(None), type(...), torch.dtype, torch.device})
@@ -42,8 +47,8 @@ class _NoPlanError(Exception):
     """The mod reaches something of a kind that is not looked at here."""
 
 
-# What looking at a mod raises: an empty cell, a tensor without strides.
-_UNREADABLE = (ValueError, RuntimeError)
+# What looking at a mod raises: an empty cell, a tensor without strides, an object that has changed.
+_UNREADABLE = (ValueError, RuntimeError, UnrecognisedError)
 
 
 class Snapshot:
@@ -72,7 +77,7 @@ def take(mod: Any) -> tuple[Snapshot, list[torch.Tensor]] | None:
         root = _place(mod, 0)
         if not root.holds(mod, tensors):
             return None
-    except (_NoPlanError, UnrecognisedError, *_UNREADABLE):
+    except (_NoPlanError, *_UNREADABLE):
         return None
     return Snapshot(root, tensors), tensors
 
@@ -186,13 +191,16 @@ class _Function(_Place):
             raise _NoPlanError
         self.code: CodeType = function.__code__
         self.attributes = dict(function.__dict__)
-        cells = function.__closure__ or ()
-        self.cells = tuple(_place(cell.cell_contents, depth + 1) for cell in cells)
+        facts = pure_facts(self.code)
+        self.cells = tuple(
+            _place(cell.cell_contents, depth + 1, facts.chains.get(name, _WHOLE))
+            for name, cell in zip(self.code.co_freevars, function.__closure__ or (), strict=True)
+        )
         defaults = function.__defaults__
         self.defaults = None if defaults is None else _Items(defaults, depth)
         self.names = tuple(
-            (name, _place(value, depth + 1))
-            for name, value in globals_of(function, pure_facts(function.__code__))
+            (name, _place(value, depth + 1, facts.chains.get(name, _WHOLE)))
+            for name, value in globals_of(function, facts)
         )
 
     def holds(self, value: Any, found: list[torch.Tensor]) -> bool:
@@ -220,7 +228,77 @@ class _Function(_Place):
         return True
 
 
-def _place(value: Any, depth: int) -> _Place:
+class _Method(_Place):
+    """A bound method: its function, and what that reads of its object."""
+
+    __slots__ = ("function", "owner")
+
+    def __init__(self, method: MethodType, depth: int) -> None:
+        function = method.__func__
+        if type(function) is not FunctionType or not function.__code__.co_argcount:
+            raise _NoPlanError
+        self.function = _place(function, depth + 1)
+        first = function.__code__.co_varnames[0]
+        chains = pure_facts(function.__code__).chains.get(first, ())
+        self.owner = _Object(method.__self__, depth, chains)
+
+    def holds(self, value: Any, found: list[torch.Tensor]) -> bool:
+        return (
+            type(value) is MethodType
+            and self.function.holds(value.__func__, found)
+            and self.owner.holds(value.__self__, found)
+        )
+
+
+class _Partial(_Place):
+    __slots__ = ("args", "attributes", "function", "named")
+
+    def __init__(self, partial: functools.partial[Any], depth: int) -> None:
+        self.function = _place(partial.func, depth + 1)
+        self.args = _Items(partial.args, depth)
+        self.named = tuple((k, _place(v, depth + 1)) for k, v in partial.keywords.items())
+        self.attributes = dict(partial.__dict__)
+
+    def holds(self, value: Any, found: list[torch.Tensor]) -> bool:
+        if type(value) is not functools.partial or value.__dict__ != self.attributes:
+            return False
+        named = value.keywords
+        return (
+            self.function.holds(value.func, found)
+            and self.args.holds(value.args, found)
+            and len(named) == len(self.named)
+            and all(place.holds(named.get(name, _MISSING), found) for name, place in self.named)
+        )
+
+
+class _Object(_Place):
+    """Attributes of an object, by the chains that code reads of it."""
+
+    __slots__ = ("kind", "places")
+
+    def __init__(self, owner: Any, depth: int, chains: tuple[Chain, ...]) -> None:
+        self.kind = type(owner)
+        rest: dict[str, list[Chain]] = {}
+        for chain in chains:
+            if not chain:  # the object as a whole
+                raise _NoPlanError
+            rest.setdefault(chain[0], []).append(chain[1:])
+        self.places = tuple(
+            (name, _place(attribute(owner, name, None), depth + 1, tuple(found)))
+            for name, found in rest.items()
+        )
+
+    def holds(self, value: Any, found: list[torch.Tensor]) -> bool:
+        if type(value) is not self.kind:
+            return False
+        for name, place in self.places:  # noqa: SIM110 - twice as fast
+            if not place.holds(attribute(value, name, None), found):
+                return False
+        return True
+
+
+def _place(value: Any, depth: int, chains: tuple[Chain, ...] = _WHOLE) -> _Place:
+    """chains: what is read of a value that is an object; see code_facts.py."""
     if depth > _MAX_DEPTH:
         raise _NoPlanError
     kind = type(value)
@@ -231,7 +309,7 @@ def _place(value: Any, depth: int) -> _Place:
         return make(value, depth)
     if is_stateless(value, kind):
         return _Same(value)
-    raise _NoPlanError
+    return _Object(value, depth, chains)
 
 
 def _function(function: FunctionType, depth: int) -> _Place:
@@ -243,6 +321,8 @@ _PLACES: dict[type, Callable[[Any, int], _Place]] = {
     **{kind: lambda value, _: _Tensor(value) for kind in _TENSORS},
     float: lambda value, _: _Float(value),
     FunctionType: _function,
+    MethodType: _Method,
+    functools.partial: _Partial,
     tuple: _Items,
     list: _Items,
 }

@@ -199,26 +199,81 @@ def test_a_mod_that_reads_values_on_the_host() -> None:
         assert_right(*inputs(), mod)
 
 
-def test_objects_lists_and_partials() -> None:
-    class Config:
-        factor = 2.0
+class Bias(torch.nn.Module):
+    """A mod as a method, or a closure over the module."""
 
-    config, factors = Config(), [2.0, 3.0]
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+        self.table = torch.nn.Parameter(normal(2, S), requires_grad=False)
+        self.inner = torch.nn.Linear(1, 1).requires_grad_(False)
 
-    def by_object(score, b, h, q_idx, kv_idx):
-        return score * config.factor
+    def method(self, score, b, h, q_idx, kv_idx):
+        return score * self.factor + self.table[h, q_idx]
+
+    def closure(self) -> Any:
+        return lambda score, b, h, q_idx, kv_idx: score * self.factor + self.inner.bias[h * 0]
+
+
+def test_methods_and_attributes(planned: list[int]) -> None:
+    module, other = Bias(), Bias()
+    other.table = torch.nn.Parameter(normal(2, S, seed=3), requires_grad=False)
+    for mod in (module.method, other.method, module.method, module.closure(), module.closure()):
+        assert_right(*inputs(), mod)
+    assert len(planned) == 4
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(module, "factor", 3.0),
+        lambda: setattr(module, "factor", 3),
+        lambda: setattr(module, "table", torch.nn.Parameter(normal(2, S + 1), requires_grad=False)),
+        lambda: setattr(module, "inner", other.inner),
+        lambda: setattr(module.inner, "bias", torch.nn.Parameter(normal(1), requires_grad=False)),
+        lambda: setattr(Bias, "factor", property(lambda self: 7.0)),
+    ]
+    for change in changes:
+        change()
+        assert_right(*inputs(), module.method)
+        assert_right(*inputs(), module.closure())
+    del Bias.factor  # type: ignore[attr-defined]
+
+
+def test_lists_and_partials(planned: list[int]) -> None:
+    factors = [2.0, 3.0]
 
     def by_list(score, b, h, q_idx, kv_idx):
         return score * factors[0] + factors[1]
 
-    def scaled(score, b, h, q_idx, kv_idx, factor):
-        return score * factor
+    def scaled(score, b, h, q_idx, kv_idx, factor, table):
+        return score * factor + table[h]
 
     for value in (2.0, 5.0, 2.0):
-        config.factor = factors[1] = value
-        assert_right(*inputs(), by_object)
+        factors[1] = value
         assert_right(*inputs(), by_list)
-        assert_right(*inputs(), functools.partial(scaled, factor=value))
+        table = torch.full((2,), value)
+        assert_right(*inputs(), functools.partial(scaled, factor=value, table=table))
+    assert len(planned) == 2 * (1 + 2)
+    assert_right(*inputs(), functools.partial(scaled, table=torch.ones(2), factor=2.0))
+    assert_right(*inputs(), functools.partial(scaled, table=torch.ones(3), factor=2.0))
+
+
+def test_callables_of_other_kinds_are_left_to_the_ordinary_way(planned: list[int]) -> None:
+    class Caller:
+        def __call__(self, score, b, h, q_idx, kv_idx):
+            return score * 2 + h
+
+    class Owner:
+        mod = functools.partialmethod(lambda self, score, b, h, q_idx, kv_idx: score + h)
+
+    def with_dict(score, b, h, q_idx, kv_idx, table={"a": 2.0}):  # noqa: B006
+        return score * table["a"]
+
+    def calls_builtin(score, b, h, q_idx, kv_idx):
+        return bound(score) + h
+
+    bound = torch.abs
+    mods = (Caller(), Owner().mod, with_dict, calls_builtin)
+    for mod in mods:
+        assert_right(*inputs(), mod)
+    assert len(planned) == 3 * 3 + 2
 
 
 def test_inputs_of_another_form(planned: list[int]) -> None:
@@ -330,12 +385,11 @@ def test_lengths_that_grow_leave_nothing_behind() -> None:
     assert not repeats._buckets
 
 
-def test_deterministic_mode_is_part_of_a_call(planned: list[int]) -> None:
+def test_deterministic_mode_is_part_of_a_call(
+    planned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            for _ in range(3):
-                attend(*inputs())
-        finally:
-            torch.use_deterministic_algorithms(False)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+        for _ in range(3):
+            attend(*inputs())
     assert len(planned) == 4
