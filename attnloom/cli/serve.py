@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import socket
 import sys
 from pathlib import Path
 
@@ -33,7 +34,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the weights"
     )
     parser.add_argument(
-        "--max-length", type=int, default=4096, help="tokens of prompt and output (default: 4096)"
+        "--max-length",
+        type=int,
+        help="tokens of prompt and output, no more than the model's positions (default: 4096, or "
+        "those if they are fewer)",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=int,
+        default=30,
+        help="how long answers that were begun may go on after SIGTERM (default: 30)",
     )
     parser.add_argument(
         "--max-running", type=int, default=64, help="requests served at once (default: 64)"
@@ -74,6 +84,33 @@ def run(args: argparse.Namespace) -> int:
     if (args.folder is None) != args.tiny:
         print("attnloom serve: give the folder of a model, or --tiny.", file=sys.stderr)
         return 2
+    listener = _bind(args.host, args.port)
+    if listener is None:
+        return 2
+    with listener:
+        return _serve(args, listener)
+
+
+def _bind(host: str, port: int) -> socket.socket | None:
+    """The address taken, before time is spent on a model; None if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        print(
+            f"attnloom serve: cannot listen on {host}, port {port}: "
+            f"{getattr(error, 'strerror', None) or error}. Choose another --port (0: a free one) "
+            "or --host.",
+            file=sys.stderr,
+        )
+        return None
+    return listener
+
+
+def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     import uvicorn
 
     from attnloom.serving.launch import ServeConfig, build_engine
@@ -98,7 +135,15 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"serving {name} on {engine.cache.device}: "
         f"{counted(engine.cache.book.allocator.num_pages, 'page')} of "
-        f"{counted(engine.cache.page_size, 'token')}"
+        f"{counted(engine.cache.page_size, 'token')}, texts to "
+        f"{counted(engine.limits.max_length, 'token')}"
     )
-    uvicorn.run(create_app(engine, name), host=args.host, port=args.port, log_level="info")
+    if not getattr(engine.tokenizer, "has_template", True):
+        print("the model has no chat template: conversations are given to it as 'role: text' lines")
+    options = uvicorn.Config(
+        create_app(engine, name),
+        log_level="info",
+        timeout_graceful_shutdown=args.drain_seconds,
+    )
+    uvicorn.Server(options).run(sockets=[listener])
     return 0

@@ -17,6 +17,8 @@ from attnloom.serving.static import CudaGraphs
 from attnloom.serving.text import ByteTokenizer, FolderTokenizer, Tokenizer
 from attnloom.serving.weights import DTYPES, load_decoder
 
+DEFAULT_LENGTH = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
@@ -24,7 +26,7 @@ class ServeConfig:
 
     Attributes:
         folder: of the model; None: a tiny random one.
-        max_length: lowered to the positions that the model knows.
+        max_length: None: DEFAULT_LENGTH, or the positions that the model knows if they are fewer.
         cache_bytes: of keys and values of all layers.
         cuda_graphs: see Engine.
     """
@@ -32,7 +34,7 @@ class ServeConfig:
     folder: Path | None = None
     device: str | None = None
     dtype: str | None = None
-    max_length: int = 4096
+    max_length: int | None = None
     max_running: int = 64
     max_step_tokens: int = 512
     max_waiting: int = 256
@@ -56,16 +58,17 @@ def build_engine(config: ServeConfig) -> Engine:
         model = random_decoder(tiny_config(), device, dtype or torch.float32)
         tokenizer = ByteTokenizer()
     else:
+        # What is read at once comes first, so that its mistakes are told before weights are read.
+        shape = ModelConfig.from_folder(config.folder)
+        tokenizer = FolderTokenizer(config.folder, shape.eos_tokens)
         model = load_decoder(config.folder, device, dtype)
-        tokenizer = FolderTokenizer(config.folder, model.config.eos_tokens)
-    limits = Limits(
-        config.max_running,
-        config.max_step_tokens,
-        config.max_waiting,
-        min(config.max_length, model.config.max_length),
-    )
+    max_length = config.max_length
+    if max_length is None:
+        max_length = min(DEFAULT_LENGTH, model.config.max_length)
+    limits = Limits(config.max_running, config.max_step_tokens, config.max_waiting, max_length)
     num_pages = config.cache_bytes // page_bytes(model, config.page_size)
-    longest = -(-limits.max_length // config.page_size)
+    # A length beyond the model's positions is the engine's to refuse.
+    longest = -(-min(limits.max_length, model.config.max_length) // config.page_size)
     if num_pages < longest:
         needed = longest * page_bytes(model, config.page_size) / (1 << 30)
         raise OptionError(

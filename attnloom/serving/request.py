@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+import numbers
 import secrets
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,15 +45,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        number, whole = (numbers.Real,), (numbers.Integral,)
         checks = (
-            ("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100"),
-            ("top_k", self.top_k, self.top_k >= 0, "0 or more"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more"),
+            ("temperature", number, lambda v: 0 <= v <= 100, "from 0 to 100"),
+            ("top_k", whole, lambda v: v >= 0, "a whole number, 0 or more"),
+            ("top_p", number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+            ("seed", (*whole, type(None)), lambda v: True, "a whole number or None"),
+            ("max_tokens", whole, lambda v: v >= 1, "a whole number, 1 or more"),
+            ("stop", (tuple, list), lambda v: all(isinstance(t, str) for t in v), "texts"),
         )
-        for name, value, fine, range_text in checks:
-            if not fine or not math.isfinite(value):
-                raise RequestError(f"{name} is {value}; it must be {range_text}.")
+        for name, kinds, fine, wanted in checks:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not fine(value):
+                raise _refusal(name, value, wanted)
         if any(not text for text in self.stop) or len(self.stop) > 16:
             raise RequestError("stop holds an empty text or more than 16; give 1 to 16 texts.")
 
@@ -65,6 +69,16 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     name: str = field(default_factory=lambda: f"request-{next(_names)}")
+
+    def __post_init__(self) -> None:
+        if not all(issubclass(kind, numbers.Integral) for kind in {*map(type, self.prompt)}):
+            raise _refusal("the prompt", self.prompt, "tokens, which are whole numbers")
+
+
+def _refusal(name: str, value: object, wanted: str) -> RequestError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    return RequestError(f"{name} is {shown}; it must be {wanted}.")
 
 
 @dataclass(slots=True, eq=False)

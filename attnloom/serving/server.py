@@ -8,46 +8,33 @@ import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException as RoutingError
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from attnloom.errors import AttnloomError, OverloadedError, RequestError
+from attnloom.errors import RequestError, counted
+from attnloom.serving.answers import Answer
+from attnloom.serving.body import read
 from attnloom.serving.engine import Engine
 from attnloom.serving.metrics import render
+from attnloom.serving.problems import (
+    TOO_LONG,
+    LimitBody,
+    Problem,
+    ProblemError,
+    UnknownModelError,
+    add_handlers,
+    server_problem,
+)
 from attnloom.serving.request import Output, Request
-from attnloom.serving.service import Service, StepFailedError
+from attnloom.serving.service import Outputs, Service, StepFailedError
 from attnloom.serving.text import Tokenizer
-from attnloom.serving.wire import Answer, Chat, Completion, Sampled, error_body
+from attnloom.serving.wire import Chat, Completion, Prompt, Sampled
 
 MAX_BODY_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """An answer that is an error."""
-
-    status: int
-    message: str
-    kind: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-
-    def response(self) -> JSONResponse:
-        """It, as OpenAI's API says it."""
-        body = error_body(self.message, self.kind, self.param, self.code)
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return JSONResponse(body, self.status, headers)
-
-
-class UnknownModelError(AttnloomError, ValueError):
-    """A request names a model that is not here."""
 
 
 class Endpoint:
@@ -58,56 +45,139 @@ class Endpoint:
 
     async def complete(self, http: HttpRequest, body: Completion) -> Response:
         """POST /v1/completions."""
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            prompt = await run_in_threadpool(self.tokenizer.encode, prompt)
-        return await self._answer(http, body, tuple(prompt), body.max_tokens or 16, chat=False)
+        self.check_model(body.model)
+        self._check_count(len(body.prompt) * body.num_choices)
+        prompts = await run_in_threadpool(self._encode, body.prompt)
+        asked = 16 if body.max_tokens is None else body.max_tokens
+        return await self._answer(http, body, prompts, asked)
 
     async def chat(self, http: HttpRequest, body: Chat) -> Response:
         """POST /v1/chat/completions."""
+        self.check_model(body.model)
+        self._check_count(body.num_choices)
+        prompt = await run_in_threadpool(self._encode_chat, body)
+        asked = body.asked_tokens
+        if asked is None:
+            asked = max(1, self._max_length - len(prompt))
+        return await self._answer(http, body, [prompt], asked)
+
+    @property
+    def _max_length(self) -> int:
+        return self.service.engine.limits.max_length
+
+    def check_model(self, name: str) -> None:
+        """Refuse a name that is not the model's.
+
+        Raises:
+            UnknownModelError: it is another.
+        """
+        if name != self.model:
+            raise UnknownModelError(
+                f"there is no model {name!r} here; this server has {self.model!r}."
+            )
+
+    def _check_count(self, count: int) -> None:
+        most = self.service.engine.limits.max_waiting
+        if count > most:
+            raise ProblemError(
+                Problem(
+                    400,
+                    f"the request asks for {counted(count, 'text')} at once; at most {most} may "
+                    "wait here. Send fewer prompts, or a smaller n.",
+                )
+            )
+
+    def _encode(self, prompts: list[Prompt]) -> list[tuple[int, ...]]:
+        """Tokens of prompts. Takes as long as texts are: for a thread."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_bytes(len(prompt.encode()), "prompt")
+        encode = self.tokenizer.encode
+        return [tuple(encode(one)) if isinstance(one, str) else one for one in prompts]
+
+    def _encode_chat(self, body: Chat) -> tuple[int, ...]:
+        """Tokens of a conversation; for a thread, too."""
         said = [message.plain() for message in body.messages]
-        prompt = await run_in_threadpool(self.tokenizer.chat, said)
-        room = self.service.engine.limits.max_length - len(prompt)
-        asked = body.max_completion_tokens or body.max_tokens or max(1, room)
-        return await self._answer(http, body, tuple(prompt), asked, chat=True)
+        self._check_bytes(sum(len(one["content"].encode()) for one in said), "messages")
+        return tuple(self.tokenizer.chat(said))
+
+    def _check_bytes(self, num_bytes: int, param: str) -> None:
+        """Refuse what cannot fit before time is spent on its tokens."""
+        longest = self.tokenizer.longest_token
+        if longest is not None and num_bytes > longest * self._max_length:
+            raise ProblemError(
+                Problem(
+                    400,
+                    f"{param} has {counted(num_bytes, 'byte')} of text; the "
+                    f"{counted(self._max_length, 'token')} that a sequence may have here, of "
+                    f"{counted(longest, 'byte')} at most, cannot hold more than "
+                    f"{longest * self._max_length}.",
+                    param=param,
+                    code=TOO_LONG,
+                )
+            )
+
+    def _check(self, request: Request, param: str) -> None:
+        try:
+            self.service.engine.check(request)
+        except RequestError as error:
+            num_prompt, code = len(request.prompt), None
+            if num_prompt + request.params.max_tokens > self._max_length:
+                code = TOO_LONG
+                param = "max_tokens" if num_prompt < self._max_length else param
+            raise ProblemError(Problem(400, str(error), param=param, code=code)) from None
 
     async def _answer(
-        self,
-        http: HttpRequest,
-        body: Sampled,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        *,
-        chat: bool,
+        self, http: HttpRequest, body: Sampled, prompts: list[tuple[int, ...]], max_tokens: int
     ) -> Response:
-        if body.model != self.model:
-            raise UnknownModelError(
-                f"there is no model {body.model!r} here; this server has {self.model!r}."
-            )
+        chat = isinstance(body, Chat)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        outputs = await self.service.submit(Request(prompt, body.params(max_tokens), name))
-        answer = Answer(name, self.model, chat)
+        for prompt in prompts:
+            self._check(
+                Request(prompt, body.params(max_tokens, 0)), "messages" if chat else "prompt"
+            )
+        choices = [(prompt, i) for prompt in prompts for i in range(body.num_choices)]
+        requests = [
+            Request(prompt, body.params(max_tokens, i), f"{name}-{index}")
+            for index, (prompt, i) in enumerate(choices)
+        ]
+        outputs = await self.service.submit(*requests)
+        answer = Answer(name, self.model, body.num_choices, chat=chat)
         if body.stream:
-            events = _events(outputs, answer, body.wants_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
+            return _Stream(outputs, _events(outputs, answer, body.wants_usage))
         return await _whole(http, outputs, answer)
 
 
-async def _events(
-    outputs: AsyncIterator[Output], answer: Answer, wants_usage: bool
-) -> AsyncIterator[str]:
-    """Server-sent events. A client that goes away closes this, which cancels the request."""
-    first = True
-    async with contextlib.aclosing(outputs):  # type: ignore[type-var]
+class _Stream(StreamingResponse):
+    """Server-sent events. However it ends, also before it began, requests do not go on."""
+
+    def __init__(self, outputs: Outputs, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._outputs = outputs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for output in outputs:
-                if output.text or output.finish is not None or first:
-                    yield _event(answer.piece(output.text, output.finish, first))
-                    first = False
-                if output.finish is not None and wants_usage:
-                    yield _event(answer.usage_piece(output))
-        except StepFailedError as error:
-            yield _event(error_body(str(error), "server_error", None, None))
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._outputs.aclose()
+
+
+async def _events(outputs: Outputs, answer: Answer, wants_usage: bool) -> AsyncIterator[str]:
+    index = {name: i for i, name in enumerate(outputs.names)}
+    begun: set[str] = set()
+    lasts: dict[str, Output] = {}
+    try:
+        async for output in outputs:
+            first = output.name not in begun
+            if output.text or output.finish is not None or first:
+                yield _event(answer.piece(index[output.name], output.text, output.finish, first))
+                begun.add(output.name)
+            if output.finish is not None:
+                lasts[output.name] = output
+        if wants_usage:
+            yield _event(answer.usage_piece([lasts[name] for name in outputs.names]))
+    except StepFailedError as error:
+        yield _event(server_problem(error).body())
     yield "data: [DONE]\n\n"
 
 
@@ -115,15 +185,14 @@ def _event(body: dict) -> str:
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
-async def _whole(http: HttpRequest, outputs: AsyncIterator[Output], answer: Answer) -> Response:
+async def _whole(http: HttpRequest, outputs: Outputs, answer: Answer) -> Response:
     async def collect() -> Response:
-        text = ""
-        async with contextlib.aclosing(outputs):  # type: ignore[type-var]
-            async for output in outputs:
-                text += output.text
-                if output.finish is not None:
-                    return JSONResponse(answer.whole(text, output))
-        raise AssertionError("outputs ended without a finish")
+        texts = dict.fromkeys(outputs.names, "")
+        lasts: dict[str, Output] = {}
+        async for output in outputs:
+            texts[output.name] += output.text
+            lasts[output.name] = output
+        return JSONResponse(answer.whole([*texts.values()], [lasts[name] for name in texts]))
 
     collecting = asyncio.ensure_future(collect())
     leaving = asyncio.ensure_future(_gone(http))
@@ -136,6 +205,7 @@ async def _whole(http: HttpRequest, outputs: AsyncIterator[Output], answer: Answ
         for task in (collecting, leaving):
             task.cancel()
         await asyncio.gather(collecting, leaving, return_exceptions=True)
+        await outputs.aclose()
 
 
 async def _gone(http: HttpRequest) -> None:
@@ -161,13 +231,9 @@ def create_app(engine: Engine, model: str) -> FastAPI:
     app = FastAPI(title="attnloom", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_middleware(LimitBody, most=MAX_BODY_BYTES)
-    app.post("/v1/completions", response_model=None)(endpoint.complete)
-    app.post("/v1/chat/completions", response_model=None)(endpoint.chat)
-
-    @app.get("/v1/models")
-    async def models() -> dict:
-        entry = {"id": model, "object": "model", "created": 0, "owned_by": "attnloom"}
-        return {"object": "list", "data": [entry]}
+    add_handlers(app)
+    _add_text(app, endpoint)
+    _add_models(app, endpoint)
 
     @app.get("/health")
     async def health() -> Response:
@@ -177,8 +243,31 @@ def create_app(engine: Engine, model: str) -> FastAPI:
     async def metrics() -> Response:
         return PlainTextResponse(render(engine.metrics, _gauges(service)))
 
-    _add_errors(app)
     return app
+
+
+def _add_text(app: FastAPI, endpoint: Endpoint) -> None:
+    @app.post("/v1/completions")
+    async def completions(http: HttpRequest) -> Response:
+        return await endpoint.complete(http, await read(http, Completion))
+
+    @app.post("/v1/chat/completions")
+    async def chat(http: HttpRequest) -> Response:
+        return await endpoint.chat(http, await read(http, Chat))
+
+
+def _add_models(app: FastAPI, endpoint: Endpoint) -> None:
+    entry = {"id": endpoint.model, "object": "model", "created": 0, "owned_by": "attnloom"}
+    entry["max_model_len"] = endpoint.service.engine.limits.max_length
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one(name: str) -> dict:
+        endpoint.check_model(name)
+        return entry
 
 
 def _gauges(service: Service) -> dict[str, tuple[str, float]]:
@@ -191,72 +280,3 @@ def _gauges(service: Service) -> dict[str, tuple[str, float]]:
         "sequences_kept": ("ended sequences whose pages are kept", scheduler.prefixes.num_kept),
         "preemptions": ("times a sequence had to give way", scheduler.num_preemptions),
     }
-
-
-def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(UnknownModelError)
-    async def unknown(http: HttpRequest, error: UnknownModelError) -> Response:
-        return Problem(404, str(error), param="model", code="model_not_found").response()
-
-    @app.exception_handler(RequestError)
-    async def refused(http: HttpRequest, error: RequestError) -> Response:
-        return Problem(400, str(error)).response()
-
-    @app.exception_handler(OverloadedError)
-    async def overloaded(http: HttpRequest, error: OverloadedError) -> Response:
-        return Problem(429, str(error), "rate_limit_error", code="overloaded").response()
-
-    @app.exception_handler(StepFailedError)
-    async def failed(http: HttpRequest, error: StepFailedError) -> Response:
-        return Problem(500, str(error), "server_error").response()
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(http: HttpRequest, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(step) for step in first["loc"][1:])
-        if first["type"] == "json_invalid":
-            message = f"the body is not JSON, at character {place}: {first['ctx']['error']}."
-            place = ""
-        elif first["type"] == "extra_forbidden":
-            message = f"parameter {place!r} is not known here."
-        else:
-            message = f"{place or 'body'}: {first['msg']}."
-        return Problem(400, message, param=place or None).response()
-
-    @app.exception_handler(Exception)
-    async def broken(http: HttpRequest, error: Exception) -> Response:
-        return Problem(
-            500, f"the server failed: {type(error).__name__}.", "server_error"
-        ).response()
-
-    @app.exception_handler(RoutingError)
-    async def nowhere(http: HttpRequest, error: HTTPException) -> Response:
-        return Problem(error.status_code, str(error.detail)).response()
-
-
-class LimitBody:
-    """Refuses bodies that are longer than a prompt can be, before they are in memory."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most = app, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        left = self._most
-        problem = Problem(413, f"the body is longer than {self._most} bytes.")
-
-        async def counted() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise HTTPException(problem.status, problem.message)
-            return message
-
-        if declared.isdigit() and int(declared) > self._most:
-            await problem.response()(scope, receive, send)
-            return
-        await self._app(scope, counted, send)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from attnloom.errors import AttnloomError, OverloadedError, counted
@@ -34,6 +34,39 @@ class _Caller:
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
+class Outputs:
+    """What the requests of one caller give, as it comes, up to the last of each.
+
+    Attributes:
+        names: of the requests.
+    """
+
+    def __init__(self, service: Service, names: tuple[str, ...], caller: _Caller) -> None:
+        self.names = names
+        self._service, self._caller, self._left = service, caller, {*names}
+
+    def __aiter__(self) -> Outputs:
+        return self
+
+    async def __anext__(self) -> Output:
+        if not self._left:
+            raise StopAsyncIteration
+        event = await self._caller.events.get()
+        if isinstance(event, Exception):
+            self._left.clear()
+            raise event
+        assert event is not None
+        if event.finish is not None:
+            self._left.discard(event.name)
+        return event
+
+    async def aclose(self) -> None:
+        """Listen no more, which cancels what has not ended."""
+        for name in self._left:
+            self._service.cancel(name)
+        self._left.clear()
+
+
 class Service:
     """Takes requests at any time, also while a step runs, and hands out what each step gives.
 
@@ -43,7 +76,8 @@ class Service:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._callers: dict[str, _Caller] = {}  # the thread's own
-        self._arrivals: deque[tuple[Request, _Caller]] = deque()
+        self._arrivals: deque[tuple[tuple[Request, ...], _Caller]] = deque()
+        self._num_arriving = 0  # requests in them
         self._departures: deque[str] = deque()
         self._wake = threading.Condition()
         self._closed = False
@@ -53,44 +87,53 @@ class Service:
     @property
     def num_waiting(self) -> int:
         """Requests that have not begun."""
-        return len(self._arrivals) + len(self.engine.scheduler.waiting)
+        return self._num_arriving + len(self.engine.scheduler.waiting)
 
     @property
     def alive(self) -> bool:
         """Whether the engine's thread runs."""
         return self._thread.is_alive() and not self._closed
 
-    async def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Queue a request; its outputs, the last of which has a finish. A caller who stops
-        listening (aclose) cancels it.
+    async def submit(self, *requests: Request) -> Outputs:
+        """Queue requests, all or none; what they give.
 
         Raises:
-            RequestError: it can never be served.
+            RequestError: one can never be served.
             OverloadedError: too many are waiting.
         """
-        self.engine.check(request)
+        for request in requests:
+            self.engine.check(request)
         caller = _Caller(asyncio.get_running_loop())
         with self._wake:
             # The engine counts again; this keeps the notes bounded while a long step runs.
-            most = self.engine.limits.max_waiting
-            if self._closed or self.num_waiting >= most:
+            room = self.engine.limits.max_waiting - self.num_waiting
+            if self._closed or len(requests) > room:
                 self.engine.metrics.refused += 1
                 raise OverloadedError(
-                    "the server is shutting down."
-                    if self._closed
-                    else f"{counted(self.num_waiting, 'request', 'are')} waiting, the most "
-                    "allowed; try again later."
+                    "the server is shutting down." if self._closed else self._full(len(requests))
                 )
-            self._arrivals.append((request, caller))
+            self._num_arriving += len(requests)
+            self._arrivals.append((requests, caller))
             self._wake.notify()
+        outputs = Outputs(self, tuple(request.name for request in requests), caller)
         try:
             accepted = await caller.events.get()
         except asyncio.CancelledError:
-            self.cancel(request.name)
+            await outputs.aclose()
             raise
         if isinstance(accepted, Exception):
             raise accepted
-        return self._listen(request.name, caller)
+        return outputs
+
+    def _full(self, count: int) -> str:
+        waiting = counted(self.num_waiting, "request", "are")
+        if count == 1:
+            return f"{waiting} waiting, the most allowed; try again later."
+        most = self.engine.limits.max_waiting
+        return (
+            f"{waiting} waiting, and {count} more at once do not fit into the {most} allowed; try "
+            "again later."
+        )
 
     def cancel(self, name: str) -> None:
         """Forget a request before the next step."""
@@ -104,20 +147,6 @@ class Service:
             self._closed = True
             self._wake.notify()
         self._thread.join()
-
-    async def _listen(self, name: str, caller: _Caller) -> AsyncIterator[Output]:
-        ended = False
-        try:
-            while not ended:
-                event = await caller.events.get()
-                ended = not isinstance(event, Output) or event.finish is not None
-                if isinstance(event, Exception):
-                    raise event
-                assert event is not None
-                yield event
-        finally:
-            if not ended:
-                self.cancel(name)
 
     def _work(self) -> None:
         while True:
@@ -153,15 +182,21 @@ class Service:
         while notes:
             act(notes.popleft())
 
-    def _arrive(self, note: tuple[Request, _Caller]) -> None:
-        request, caller = note
+    def _arrive(self, note: tuple[tuple[Request, ...], _Caller]) -> None:
+        requests, caller = note
+        with self._wake:
+            self._num_arriving -= len(requests)
+        added: list[str] = []
         try:
-            self.engine.add(request)
+            for request in requests:
+                added.append(self.engine.add(request))
         except AttnloomError as error:
+            for name in added:
+                self.engine.cancel(name)
             self.engine.metrics.refused += isinstance(error, OverloadedError)
             caller.send(error)
             return
-        self._callers[request.name] = caller
+        self._callers.update(dict.fromkeys(added, caller))
         caller.send(None)
 
     def _depart(self, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,12 @@ class Tokenizer(Protocol):
     @property
     def eos_tokens(self) -> tuple[int, ...]:
         """Tokens that end a text."""
+        ...
+
+    @property
+    def longest_token(self) -> int | None:
+        """Bytes of text that one token stands for at most: an endpoint refuses texts that cannot
+        fit before it encodes them. None: not known."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -42,6 +49,10 @@ class ByteTokenizer:
     @property
     def eos_tokens(self) -> tuple[int, ...]:
         return (self.EOS,)
+
+    @property
+    def longest_token(self) -> int:
+        return 1
 
     def encode(self, text: str) -> list[int]:
         return [self.BOS, *text.encode()]
@@ -75,48 +86,82 @@ class FolderTokenizer:
                 "reading tokenizer.json needs the package tokenizers: pip install "
                 "'attnloom[serve]'."
             ) from None
+        except Exception as error:  # the package raises no other kind
+            raise ModelError(f"{path} cannot be read: {error}.") from None
         self._config = _read_json(folder / "tokenizer_config.json")
         more = _read_json(folder / "generation_config.json").get("eos_token_id") or ()
         found = {*eos_tokens, *((more,) if isinstance(more, int) else more)}
         named = self._tokenizer.token_to_id(_text(self._config.get("eos_token")) or "")
         self._eos_tokens = tuple(sorted(found | ({named} if named is not None else set())))
-        template = folder / "chat_template.jinja"
-        self._template = (
-            template.read_text() if template.is_file() else self._config.get("chat_template")
-        )
+        self._longest_token = _longest_token(self._tokenizer)
+        self._template = _read_template(folder, self._config)
+        if self._template is not None:
+            self._check_template(self._template)
 
     @property
     def eos_tokens(self) -> tuple[int, ...]:
         return self._eos_tokens
 
+    @property
+    def longest_token(self) -> int:
+        return self._longest_token
+
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        return self._encode(text, True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch leaves other threads running; `encode` of one text holds Python's lock to its end.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        if not isinstance(self._template, str):
+        if self._template is None:
             return self.encode(plain_chat(messages))
-        return self._tokenizer.encode(self._rendered(messages), add_special_tokens=False).ids
+        return self._encode(self._rendered(self._template, messages), False)
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    @property
+    def has_template(self) -> bool:
+        """Whether the model says how a conversation becomes a text; otherwise `plain_chat` does."""
+        return self._template is not None
+
+    def _check_template(self, template: str) -> None:
+        """Find now what would fail in the first conversation."""
+        if importlib.util.find_spec("jinja2") is None:
+            return  # whoever wants no conversations need not install it
+        jinja = importlib.import_module("jinja2")
         try:
+            jinja.Environment().parse(template)
+        except jinja.TemplateSyntaxError as error:
+            place = f"line {error.lineno} of the model's chat template"
+            raise ModelError(f"{place} cannot be read: {error}.") from None
+
+    def _rendered(self, template: str, messages: Sequence[Message]) -> str:
+        try:
+            jinja = importlib.import_module("jinja2")
             sandbox = importlib.import_module("jinja2.sandbox")
         except ImportError:
             raise ModelError(
                 "the model's chat template needs the package jinja2: pip install 'attnloom[serve]'."
             ) from None
 
-        def refuse(message: str) -> None:
-            raise RequestError(f"the model's chat template refuses these messages: {message}")
+        def refused(message: object) -> RequestError:
+            return RequestError(f"the model's chat template refuses these messages: {message}")
+
+        def refuse(message: object) -> None:
+            raise refused(message)
 
         environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = refuse
         special = {name: _text(self._config.get(name)) or "" for name in ("bos_token", "eos_token")}
-        return environment.from_string(self._template).render(
-            messages=messages, add_generation_prompt=True, **special
-        )
+        try:
+            return environment.from_string(template).render(
+                messages=messages, add_generation_prompt=True, **special
+            )
+        except (jinja.TemplateError, TypeError) as error:
+            raise refused(error) from None
 
 
 def plain_chat(messages: Sequence[Message]) -> str:
@@ -173,6 +218,26 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of text that begins stop."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _longest_token(tokenizer: Any) -> int | None:
+    """Bytes of the longest token; None where one that stands for unknown text may hold any."""
+    model = tokenizer.model
+    unknown = getattr(model, "unk_token", None) is not None or not hasattr(model, "unk_token")
+    if unknown and not getattr(model, "byte_fallback", False):
+        return None
+    # Written with a character for each byte, or as it is: never shorter than the text.
+    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=None)
+
+
+def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = {one.get("name"): one.get("template") for one in found}.get("default")
+    return found if isinstance(found, str) else None
 
 
 def _text(token: Any) -> str | None:

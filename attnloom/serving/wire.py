@@ -1,19 +1,103 @@
-"""What goes over the wire: requests in the form of OpenAI's API, checked, and answers to them.
+"""Requests in the form of OpenAI's API, checked.
 
 Parameters that are not known are refused rather than ignored; those that are known but not offered
-may have the value that changes nothing.
+may have the values that change nothing. Descriptions of fields say in errors what they may hold.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
-from attnloom.serving.request import Finish, Output, SamplingParams
+from attnloom.serving.request import SamplingParams
 
-Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
+MAX_STOPS = 16
+MAX_CHOICES = 128
+ROLES = ("system", "developer", "user", "assistant")
+_MOST = (1 << 31) - 1
+
+Prompt = str | tuple[int, ...]
+
+
+def _wrong(text: str) -> ValueError:
+    """What a validator raises; the text goes on after the place."""
+    return ValueError(text)
+
+
+def _nothing(*values: Any) -> PlainValidator:
+    """Of a parameter that is not offered: null, or a value that asks for nothing."""
+
+    def check(given: Any) -> None:
+        if given is not None and not any(type(given) is type(v) and given == v for v in values):
+            raise _wrong("asks for what is not offered here; leave it out.")
+
+    return PlainValidator(check)
+
+
+def _read_prompts(given: Any) -> list[Prompt]:
+    """A text, the tokens of one, or a list of either."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list):
+        if _is_tokens(given):
+            return [tuple(given)]
+        if all(isinstance(one, str) for one in given):
+            return given
+        if all(isinstance(one, list) and _is_tokens(one) for one in given):
+            return [tuple(one) for one in given]
+    raise _wrong("must be a text, a list of tokens, or a list of texts or of lists of tokens.")
+
+
+def _is_tokens(given: list[Any]) -> bool:
+    return all(type(token) is int for token in given)
+
+
+def _read_stop(given: Any) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise _wrong("must be a text or a list of texts.")
+    if len(texts) > MAX_STOPS:
+        raise _wrong(f"holds {len(texts)} texts; at most {MAX_STOPS} may end an output.")
+    if "" in texts:
+        raise _wrong("holds an empty text, which would end every output before it begins.")
+    return tuple(texts)
+
+
+def _read_role(given: Any) -> str:
+    if given not in ROLES:
+        raise _wrong(
+            f"is {given!r}; it must be {', '.join(ROLES[:-1])} or {ROLES[-1]} (tools are not "
+            "offered)."
+        )
+    return given
+
+
+def _read_content(given: Any) -> str | None:
+    """A text, or parts of one; None stays for the message to judge."""
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise _wrong("must be a text or a list of parts of type 'text'.")
+    for i, part in enumerate(given):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise _wrong(
+                f"has a part {i} of type {kind!r}; models read text alone here, in parts of type "
+                "'text'."
+            )
+        if not isinstance(part.get("text"), str):
+            raise _wrong(f"has a part {i} of type 'text' without a text.")
+    return "".join(part["text"] for part in given)
 
 
 class _Strict(BaseModel):
@@ -25,38 +109,56 @@ class StreamOptions(_Strict):
     include_obfuscation: StrictBool = False
 
 
+def _whole(default: int | None, least: int, most: int = _MOST) -> Any:
+    """A field of whole numbers."""
+    said = f"a whole number from {least} to {most}"
+    return Field(default, strict=True, ge=least, le=most, description=said)
+
+
 class Sampled(_Strict):
-    """Parameters of both kinds of requests; the last two are not OpenAI's."""
+    """Parameters of both kinds of requests; top_k and ignore_eos are not OpenAI's."""
 
-    model: StrictStr
-    max_tokens: StrictInt | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    seed: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stream: StrictBool | None = None
+    model: StrictStr = Field(description="the name of a model")
+    max_tokens: int | None = _whole(None, 1)
+    temperature: float | None = Field(
+        None, strict=True, ge=0, le=2, allow_inf_nan=False, description="a number from 0 to 2"
+    )
+    top_p: float | None = Field(
+        None, strict=True, gt=0, le=1, description="a number above 0 and at most 1"
+    )
+    seed: int | None = _whole(None, -(1 << 63), (1 << 63) - 1)
+    stop: Annotated[tuple[str, ...], PlainValidator(_read_stop)] = ()
+    stream: StrictBool | None = Field(None, description="true or false")
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
+    n: int | None = _whole(None, 1, MAX_CHOICES)
+    top_k: int = _whole(0, 0)
+    ignore_eos: StrictBool = Field(False, description="true or false")
+    # Labels, which change no text.
     user: StrictStr | None = None
-    top_k: StrictInt = 0
-    ignore_eos: StrictBool = False
+    safety_identifier: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
+    metadata: dict[StrictStr, StrictStr] | None = Field(None, description="an object of texts")
+    # Not offered.
+    presence_penalty: Annotated[Any, _nothing(0, 0.0)] = None
+    frequency_penalty: Annotated[Any, _nothing(0, 0.0)] = None
+    logit_bias: Annotated[Any, _nothing({})] = None
+    service_tier: Annotated[Any, _nothing("auto", "default")] = None
+    store: Annotated[Any, _nothing(False)] = None
 
-    def params(self, max_tokens: int) -> SamplingParams:
-        """How to draw.
+    @property
+    def num_choices(self) -> int:
+        """Texts for each prompt."""
+        return self.n or 1
 
-        Raises:
-            RequestError: values out of range.
-        """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def params(self, max_tokens: int, choice: int) -> SamplingParams:
+        """How to draw one of the texts for a prompt; with a seed, each has one of its own."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
+            seed=None if self.seed is None else self.seed + choice,
             max_tokens=max_tokens,
-            stop=stop,
+            stop=self.stop,
             ignore_eos=self.ignore_eos,
         )
 
@@ -68,16 +170,20 @@ class Sampled(_Strict):
 class Completion(Sampled):
     """POST /v1/completions."""
 
-    prompt: StrictStr | list[StrictInt]
-    echo: Literal[False] | None = None
-    logprobs: None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    prompt: Annotated[list[Prompt], PlainValidator(_read_prompts)]
+    best_of: StrictInt | None = Field(None, description="a whole number")
+    echo: Annotated[Any, _nothing(False)] = None
+    logprobs: Annotated[Any, _nothing()] = None
+    suffix: Annotated[Any, _nothing()] = None
 
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: StrictStr
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Completion:
+        if self.best_of not in (None, self.num_choices):
+            raise _wrong(
+                f"best_of is {self.best_of}, but n is {self.num_choices}; choosing the best of "
+                "more texts is not offered."
+            )
+        return self
 
 
 class ChatMessage(BaseModel):
@@ -85,78 +191,39 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | list[TextPart]
+    role: Annotated[str, PlainValidator(_read_role)]
+    content: Annotated[str | None, PlainValidator(_read_content)] = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise _wrong(
+                f"has no content, which only the role assistant may lack; this is {self.role}'s."
+            )
+        return self
 
     def plain(self) -> dict[str, Any]:
-        """With its content as one text."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        return {**self.model_dump(), "content": content}
+        """As templates take it, its content one text."""
+        return {**self.model_dump(), "content": self.content or ""}
 
 
 class Chat(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: StrictInt | None = None
-    logprobs: Literal[False] | None = None
-
-
-class Answer:
-    """Builds the answer to a request, whole or in pieces."""
-
-    def __init__(self, name: str, model: str, chat: bool) -> None:
-        self.name, self.model, self.chat = name, model, chat
-        self.created = int(time.time())
-
-    def whole(self, text: str, last: Output) -> dict[str, Any]:
-        """All of it."""
-        kind = "chat.completion" if self.chat else "text_completion"
-        said = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if self.chat
-            else {"text": text}
-        )
-        return {
-            **self._head(kind),
-            "choices": [self._choice(said, last.finish)],
-            "usage": usage(last),
-        }
-
-    def piece(self, text: str, finish: Finish | None, first: bool) -> dict[str, Any]:
-        """What a step adds."""
-        delta = {"role": "assistant", "content": text} if first else {"content": text}
-        said = {"delta": delta} if self.chat else {"text": text}
-        return {**self._head(self._piece_kind), "choices": [self._choice(said, finish)]}
-
-    def usage_piece(self, last: Output) -> dict[str, Any]:
-        """The last one, where usage is asked for."""
-        return {**self._head(self._piece_kind), "choices": [], "usage": usage(last)}
+    messages: list[ChatMessage] = Field(min_length=1, description="a list of one message or more")
+    max_completion_tokens: int | None = _whole(None, 1)
+    logprobs: Annotated[Any, _nothing(False)] = None
+    top_logprobs: Annotated[Any, _nothing()] = None
+    response_format: Annotated[Any, _nothing({"type": "text"})] = None
+    modalities: Annotated[Any, _nothing(["text"])] = None
+    tools: Annotated[Any, _nothing([])] = None
+    tool_choice: Annotated[Any, _nothing("none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, _nothing(True, False)] = None
+    functions: Annotated[Any, _nothing([])] = None
+    function_call: Annotated[Any, _nothing("none", "auto")] = None
 
     @property
-    def _piece_kind(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
-
-    def _choice(self, said: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-        reason = None if finish is None else finish.value
-        return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-
-
-def usage(last: Output) -> dict[str, Any]:
-    """Tokens of a request."""
-    return {
-        "prompt_tokens": last.num_prompt,
-        "completion_tokens": last.num_output,
-        "total_tokens": last.num_prompt + last.num_output,
-        "prompt_tokens_details": {"cached_tokens": last.num_shared},
-    }
-
-
-def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    def asked_tokens(self) -> int | None:
+        """The most tokens of output that were asked for."""
+        asked = self.max_completion_tokens
+        return self.max_tokens if asked is None else asked

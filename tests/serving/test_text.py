@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from attnloom.serving import (
     ByteTokenizer,
     FolderTokenizer,
     ModelError,
+    Request,
     RequestError,
     SamplingParams,
 )
@@ -129,3 +131,45 @@ def test_rows_follow_their_own_wishes() -> None:
     }
     assert {row[0] for row in seen} == {1} and {row[2] for row in seen} == {2}
     assert {row[1] for row in seen} in ({0, 1}, {1, 2})
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: SamplingParams(stop="END"), "stop is 'END'; it must be texts."),  # type: ignore[arg-type]
+        (lambda: SamplingParams(stop=(1,)), "stop is (1,); it must be texts."),  # type: ignore[arg-type]
+        (
+            lambda: SamplingParams(max_tokens=1.5),  # type: ignore[arg-type]
+            "max_tokens is 1.5; it must be a whole number, 1 or more.",
+        ),
+        (
+            lambda: SamplingParams(seed=1.5),  # type: ignore[arg-type]
+            "seed is 1.5; it must be a whole number or None.",
+        ),
+        (
+            lambda: SamplingParams(temperature="a"),  # type: ignore[arg-type]
+            "temperature is 'a'; it must be from 0 to 100.",
+        ),
+        (
+            lambda: SamplingParams(temperature=float("nan")),
+            "temperature is nan; it must be from 0 to 100.",
+        ),
+        (
+            lambda: SamplingParams(top_k=True),
+            "top_k is True; it must be a whole number, 0 or more.",
+        ),
+        (
+            lambda: Request((1, 1.5)),  # type: ignore[arg-type]
+            "the prompt is (1, 1.5); it must be tokens, which are whole numbers.",
+        ),
+        (
+            lambda: Request("abc"),  # type: ignore[arg-type]
+            "the prompt is 'abc'; it must be tokens, which are whole numbers.",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_refused(make: Callable[[], object], text: str) -> None:
+    """A stop text that was no tuple stopped at each of its letters; others failed in a step."""
+    with pytest.raises(RequestError) as caught:
+        make()
+    assert str(caught.value) == text
