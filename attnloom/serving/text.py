@@ -103,7 +103,7 @@ class FolderTokenizer:
         return self._eos_tokens
 
     @property
-    def longest_token(self) -> int:
+    def longest_token(self) -> int | None:
         return self._longest_token
 
     def encode(self, text: str) -> list[int]:

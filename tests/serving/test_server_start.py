@@ -109,9 +109,9 @@ def _stopped_in_a_stream(seconds: float, pause: float) -> tuple[str, bool]:
     engine = make_engine()
     run = engine._runner.run
 
-    def slowly(*given: Any) -> Any:
+    def slowly(chunks: Any) -> Any:
         time.sleep(pause)
-        return run(*given)
+        return run(chunks)
 
     engine._runner.run = slowly
     config = uvicorn.Config(
