@@ -142,6 +142,7 @@ def doctor(*, run: bool = True, progress: Progress = silent) -> Diagnosis:
         *_cache_findings(folder),
         *_gpu_findings(gpus, versions),
         *_thread_findings(threads, cores),
+        *_tile_findings(),
         *_test_findings(test),
     )
     return Diagnosis(
@@ -319,6 +320,17 @@ def _thread_findings(threads: int, cores: int) -> list[Finding]:
         fix = "Nothing, if meant so; else torch.set_num_threads, or unset OMP_NUM_THREADS."
         return [Finding(False, what, fix)]
     return []
+
+
+def _tile_findings() -> list[Finding]:
+    if "amx_bf16" not in toolchain.cpu_features().split() or toolchain.matrix_tiles_allowed():
+        return []
+    what = "the processor has matrix tiles (amx_bf16), but this process may not use them."
+    fix = (
+        "bfloat16 runs on vectors, several times slower. Linux grants tiles from version 5.16 on, "
+        "unless a sandbox forbids arch_prctl or a signal handler's stack is too small for them."
+    )
+    return [Finding(False, what, fix)]
 
 
 def _test_findings(test: SelfTest | None) -> list[Finding]:

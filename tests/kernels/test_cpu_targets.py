@@ -19,7 +19,12 @@ from tests.harness.draw import Sizes
 from tests.harness.implementations import attnloom_with
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-TARGETS = {"native": None, "avx2": ("-mavx2", "-mfma"), "sse2": ()}
+TARGETS = {
+    "native": None,  # with matrix tiles, where the CPU has them and the system allows them
+    "vectors": ("-march=native",),
+    "avx2": ("-mavx2", "-mfma"),
+    "sse2": (),
+}
 on_x86 = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="flags are those of x86"
 )
@@ -56,6 +61,34 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_narrow_vectors(mod: str, Q_LEN: int, dtype: torch.dtype) -> None:
     sizes = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=Q_LEN, KV_LEN=150, D=31, Dv=40)
     check_attention(Case(mod, sizes, dtype, block_size=16), attnloom_with(backend="cpu"))
+
+
+def uses_matrix_tiles() -> bool:
+    """Whether kernels of this machine multiply bfloat16 on matrix tiles."""
+    text = '#define BF16_INPUTS 1\n#include "args.h"\nextern "C" int tiles() {{ return {}; }}\n'
+    return bool(build.load_source(text.format("BF16_AMX")).tiles())
+
+
+# Depths, widths and blocks that are no whole tiles of 16 and strips of 32.
+RAGGED = {
+    "causal": Sizes(B=2, Hq=4, Hkv=2, Q_LEN=70, KV_LEN=150, D=31, Dv=40),
+    "window_with_sinks": Sizes(B=1, Hq=2, Hkv=2, Q_LEN=300, KV_LEN=300, D=96, Dv=16),
+    "relative_bias": Sizes(B=1, Hq=4, Hkv=1, Q_LEN=129, KV_LEN=33, D=8, Dv=80),
+    "dilated_by_head": Sizes(B=1, Hq=4, Hkv=4, Q_LEN=40, KV_LEN=270, D=130, Dv=48),
+    "plain": Sizes(B=2, Hq=8, Hkv=2, Q_LEN=4, KV_LEN=90, D=72, Dv=24),  # decode, 16 rows
+}
+
+
+@on_x86
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [16, (128, 32)], ids=str)
+@pytest.mark.parametrize("mod", RAGGED)
+@pytest.mark.parametrize("target", ["native", "vectors"], indirect=True)
+def test_pairs_of_bfloat16(target: str, mod: str, block_size: int | tuple[int, int]) -> None:
+    if target == "native" and not uses_matrix_tiles():
+        pytest.skip("no matrix tiles here (AMX): the same kernels as for vectors")
+    case = Case(mod, RAGGED[mod], BF16, block_size=block_size)
+    check_attention(case, attnloom_with(backend="cpu"))
 
 
 DRIVER = """

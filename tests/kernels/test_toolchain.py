@@ -115,6 +115,24 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         build.load_source("int no_compiler_for_this;")
 
 
+def test_matrix_tiles_are_a_flag_of_kernels_for_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tools = Toolchain(("g++",), "g++", "", "")
+    for allowed in (True, False):
+        monkeypatch.setattr(toolchain, "matrix_tiles_allowed", lambda allowed=allowed: allowed)
+        assert (toolchain.MATRIX_TILES in tools.flags()) is allowed
+        assert toolchain.MATRIX_TILES not in tools.flags(("-mavx2",))
+
+
+def test_matrix_tiles_are_not_asked_for_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(toolchain, "cpu_features", lambda: "amx_tile avx512f")
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", lambda name: pytest.fail("asked"))
+    assert toolchain.matrix_tiles_allowed.__wrapped__() is False
+
+
 def test_features_of_this_cpu() -> None:
     features = toolchain.cpu_features()
     assert features == toolchain.cpu_features()

@@ -111,6 +111,19 @@ def test_threads():
     assert fewer.what == "torch uses 1 of 2 cores."
 
 
+def test_matrix_tiles_that_the_system_withholds(monkeypatch):
+    monkeypatch.setattr(toolchain, "cpu_features", lambda: "amx_bf16 amx_tile avx512f")
+    monkeypatch.setattr(toolchain, "matrix_tiles_allowed", lambda: False)
+    (finding,) = diagnosis._tile_findings()
+    assert finding.what.startswith("the processor has matrix tiles (amx_bf16), but this process")
+    assert not finding.serious
+    monkeypatch.setattr(toolchain, "matrix_tiles_allowed", lambda: True)
+    assert diagnosis._tile_findings() == []
+    monkeypatch.setattr(toolchain, "cpu_features", lambda: "avx512f")
+    monkeypatch.setattr(toolchain, "matrix_tiles_allowed", lambda: False)
+    assert diagnosis._tile_findings() == []
+
+
 def test_a_gpu_without_triton():
     gpu = diagnosis.Gpu("A GPU", "9.0", 1 << 30, 132, 228 << 10, 65536)
     (finding,) = diagnosis._gpu_findings((gpu,), {"triton": "", "torch": "2.13"})

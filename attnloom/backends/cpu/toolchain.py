@@ -43,6 +43,9 @@ _FLAGS = (
     "-Wno-psabi",
 )
 _NATIVE = {"x86_64": "-march=native", "AMD64": "-march=native"}
+# Kernels may use matrix tiles (kernels/gemm_amx.h), if the compiler knows them.
+MATRIX_TILES = "-DUSE_AMX=1"
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux on x86-64
 _TIMEOUT_S = 300
 _MAX_LINES, _MAX_WIDTH = 12, 300  # of a compiler's words in a message
 
@@ -64,6 +67,8 @@ class Toolchain:
     def flags(self, target: tuple[str, ...] | None = None) -> tuple[str, ...]:
         """Flags of a shared object; target: instruction sets to use instead of this machine's."""
         native = (_NATIVE.get(platform.machine(), "-mcpu=native"),)
+        if matrix_tiles_allowed():
+            native = (MATRIX_TILES, *native)
         extra = ("-fno-sanitize=undefined",) if "ziglang" in self.command else ()
         return (*_FLAGS, *extra, *(native if target is None else target))
 
@@ -224,6 +229,18 @@ def cpu_features() -> str:
     except OSError:
         pass
     return f"{platform.machine()} {_sysctl('machdep.cpu.brand_string') or platform.processor()}"
+
+
+@functools.cache
+def matrix_tiles_allowed() -> bool:
+    """Whether this process may use matrix tiles of bfloat16 (AMX). Linux gives them to processes
+    that ask, as they enlarge what is saved of a thread; it refuses where a signal handler's stack
+    is too small for it. A process forked off keeps the permission."""
+    if sys.platform != "linux" or not {"amx_tile", "amx_bf16"} <= set(cpu_features().split()):
+        return False
+    ask = ctypes.CDLL(None).syscall
+    arguments = (_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA)
+    return ask(*(ctypes.c_long(number) for number in arguments)) == 0
 
 
 def _sysctl(name: str) -> str | None:

@@ -25,6 +25,20 @@
 #define UNIT_ELEMENTS 1
 #endif
 
+// Where the CPU has matrix tiles (AMX) and the system lets the process use them, which the launcher
+// says by USE_AMX, pairs are multiplied 16 units deep at a time, so packed depths are multiples of
+// that, padded with zeros.
+#ifndef USE_AMX
+#define USE_AMX 0
+#endif
+#if BF16_PAIRS && USE_AMX && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__x86_64__)
+#define BF16_AMX 1
+#define DEPTH_STEP 16
+#else
+#define BF16_AMX 0
+#define DEPTH_STEP 1
+#endif
+
 enum Dtype : i64 { DTYPE_F32 = 0, DTYPE_F64 = 1, DTYPE_BF16 = 2, DTYPE_F16 = 3 };
 
 // A [batch, head, row, element] tensor with unit stride in its last dimension; strides in elements.
@@ -96,13 +110,16 @@ struct Geometry {
     i64 num_key_tiles, tile_m, num_row_tiles;
 
     explicit Geometry(const AttentionArgs& args) {
-        key_units = ceil_div(args.head_dim, UNIT_ELEMENTS);
-        value_units = ceil_div(args.value_dim, UNIT_ELEMENTS);
+        key_units = round_up(ceil_div(args.head_dim, UNIT_ELEMENTS), DEPTH_STEP);
+        value_units = round_up(ceil_div(args.value_dim, UNIT_ELEMENTS), DEPTH_STEP);
         key_lanes = round_up(args.head_dim, W);
         value_lanes = round_up(args.value_dim, W);
         num_key_tiles = ceil_div(args.kv_len, TILE_N);
+        divide_rows(args, TILE_M);
+    }
+    void divide_rows(const AttentionArgs& args, i64 most) {
         // A tile of rows never crosses a block, so that one list serves it.
-        tile_m = args.row_offsets ? min_i64(TILE_M, args.q_block) : TILE_M;
+        tile_m = args.row_offsets ? min_i64(most, args.q_block) : most;
         // Queries that begin inside a block reach into one tile more.
         num_row_tiles = ceil_div(args.q_len, tile_m) + (args.lengths && args.row_offsets);
     }

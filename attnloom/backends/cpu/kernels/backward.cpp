@@ -15,82 +15,8 @@
 //
 // Gradients of captured tensors go to private buffers too, one set a lane. A lane runs its tasks
 // (lane, lane + num_lanes, ...) in order; the launcher adds the lanes.
-#include "gemm.h"
-#include "pack.h"
-#include "parallel.h"
+#include "backward_memory.h"
 #include "softmax.h"
-#include "tiles.h"
-
-// Keys that already have the form GEMM reads are used where they are.
-INLINE bool key_in_place(const AttentionArgs& args) {
-    i64 own = REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;
-    return !BF16_PAIRS && args.key.dtype == own && args.head_dim % W == 0;
-}
-
-// Private to a worker. Of the two names of an operand, the second is the form with the query rows
-// as depth; without BF16_PAIRS both are one buffer.
-struct Scratch {
-    real *keys, *values, *key_rows;  // packed tiles of the kv head, each made when first needed
-    u8* packed;                      // [num_key_tiles]
-    real *query, *query_right;       // [TILE_M][query_row], [TILE_M / UNIT_ELEMENTS][key_lanes]
-    real *dout, *dout_right;         // [TILE_M][dout_row], [TILE_M / UNIT_ELEMENTS][value_lanes]
-    real *probs, *dscores;           // [TILE_M][TILE_N]
-    real *probs_right, *dscores_right;
-    u16* dscores_pairs;
-    i8* mask;
-    real *dq, *dk, *dv;
-    i64 used;
-
-    Scratch(char* memory, const AttentionArgs& args, const Geometry& sizes) {
-        Arena arena(memory);
-        i64 tiles = sizes.num_key_tiles, row_units = TILE_M / UNIT_ELEMENTS;
-        keys = arena.take<real>(tiles * sizes.key_units * TILE_N);
-        values = arena.take<real>(tiles * sizes.value_units * TILE_N);
-        key_rows = arena.take<real>(
-            key_in_place(args) ? 0 : tiles * TILE_N / UNIT_ELEMENTS * sizes.key_lanes);
-        packed = arena.take<u8>(tiles);
-        query = query_right = arena.take<real>(TILE_M * round_up(sizes.key_units, W));
-        dout = dout_right = arena.take<real>(TILE_M * round_up(sizes.value_units, W));
-        probs = probs_right = arena.take<real>(TILE_M * TILE_N);
-        dscores = dscores_right = arena.take<real>(TILE_M * TILE_N);
-        dscores_pairs = arena.take<u16>(BF16_PAIRS ? TILE_M * TILE_N : 0);
-        if (BF16_PAIRS) {
-            query_right = arena.take<real>(row_units * sizes.key_lanes);
-            dout_right = arena.take<real>(row_units * sizes.value_lanes);
-            probs_right = arena.take<real>(row_units * TILE_N);
-            dscores_right = arena.take<real>(row_units * TILE_N);
-        }
-        mask = arena.take<i8>(TILE_M * TILE_N);
-        dq = arena.take<real>(TILE_M * sizes.key_lanes);
-        dk = arena.take<real>(tiles * TILE_N * sizes.key_lanes);
-        dv = arena.take<real>(tiles * TILE_N * sizes.value_lanes);
-        used = arena.used;
-    }
-};
-
-struct BackwardLayout {
-    Geometry sizes;
-    i64 num_chunks, num_tasks, num_lanes;
-    i64 dk_size, dv_size;       // reals of a kv head's dK and dV
-    real *dk_parts, *dv_parts;  // [num_tasks][...] with more than one chunk
-    char* scratch;              // [workers][worker_bytes]
-    i64 worker_bytes, total_bytes;
-
-    explicit BackwardLayout(const AttentionArgs& args) : sizes(args) {
-        num_chunks = args.head_chunks * args.row_chunks;
-        num_tasks = args.Bkv * args.Hkv * num_chunks;
-        num_lanes = min_i64(args.num_lanes, num_tasks);
-        dk_size = sizes.num_key_tiles * TILE_N * sizes.key_lanes;
-        dv_size = sizes.num_key_tiles * TILE_N * sizes.value_lanes;
-        worker_bytes = Scratch(nullptr, args, sizes).used;
-        Arena arena(args.workspace);
-        i64 parts = num_chunks > 1 ? num_tasks : 0;
-        dk_parts = arena.take<real>(parts * dk_size);
-        dv_parts = arena.take<real>(parts * dv_size);
-        scratch = arena.take<char>(min_i64(num_workers(args), num_lanes) * worker_bytes);
-        total_bytes = arena.used;
-    }
-};
 
 // What is constant while a task walks its rows.
 struct Task {
@@ -112,8 +38,9 @@ static void pack_key_tile(Task& task, i64 tile) {
     pack_transposed(keys, 0, TILE_N, task.scratch.keys + tile * sizes.key_units * TILE_N);
     pack_transposed(values, 0, TILE_N, task.scratch.values + tile * sizes.value_units * TILE_N);
     if (!key_in_place(args))
-        pack_right(keys, 0, TILE_N, sizes.key_lanes,
-                   task.scratch.key_rows + tile * TILE_N / UNIT_ELEMENTS * sizes.key_lanes);
+        pack_right(keys, 0, TILE_N, TILE_N / UNIT_ELEMENTS, sizes.key_lanes,
+                   task.scratch.key_rows +
+                       tile * Packed::size(TILE_N / UNIT_ELEMENTS, sizes.key_lanes));
 }
 
 // P = exp(score - shift) * factor; shift is +inf for an empty row, whose probabilities thus are 0.
@@ -171,8 +98,15 @@ static void enter_tile(Task& task, const RowGroup& group, RowStatistics& rows) {
     pack_units(query, 0, padded, round_up(sizes.key_units, W), scratch.query);
     pack_units(dout, 0, padded, round_up(sizes.value_units, W), scratch.dout);
     if (BF16_PAIRS) {
-        pack_right(query, 0, padded, sizes.key_lanes, scratch.query_right);
-        pack_right(dout, 0, padded, sizes.value_lanes, scratch.dout_right);
+        const i64 units = TILE_M / UNIT_ELEMENTS;
+        pack_right(query, 0, padded, units, sizes.key_lanes, scratch.query_right);
+        pack_right(dout, 0, padded, units, sizes.value_lanes, scratch.dout_right);
+#if MATRIX_TILES
+        transpose_packed(padded / UNIT_ELEMENTS, units, sizes.key_lanes, scratch.query_right,
+                         scratch.query_columns);
+        transpose_packed(padded / UNIT_ELEMENTS, units, sizes.value_lanes, scratch.dout_right,
+                         scratch.dout_columns);
+#endif
     }
     sum_deltas(task, group, rows.delta);
     i64 first = (group.b * args.Hq + group.h) * args.q_len + group.q0;
@@ -187,16 +121,16 @@ static void enter_tile(Task& task, const RowGroup& group, RowStatistics& rows) {
     __builtin_memset(scratch.dq, 0, padded * sizes.key_lanes * sizeof(real));
 }
 
-// Turns raw products into P and dS (without the scale, which dQ and dK get at the end).
+// Turns raw products of some rows into P and dS (without the scale: dQ and dK get it at the end).
 template <bool MASKED>
 NOINLINE void differentiate_rows(const Task& task, const RowGroup& group, const TileColumn& column,
                                  HeadGrad& head_grad, i64 k0, const Range* panels,
-                                 const RowStatistics& rows) {
+                                 const RowStatistics& rows, Range part) {
     const ModArgs& mods = task.mods;
     const real scale = score_scale(task.args);
-    for (i32 i = 0; i < group.num_rows; i++) {
-        real* probs = task.scratch.probs + i * TILE_N;
-        real* dscores = task.scratch.dscores + i * TILE_N;
+    for (i32 i = part.begin; i < part.end && i < group.num_rows; i++) {
+        real* probs = task.scratch.probs + (i - part.begin) * TILE_N;
+        real* dscores = task.scratch.dscores + (i - part.begin) * TILE_N;
         const i8* mask = task.scratch.mask + i * TILE_N;
         real shift = rows.shift[i], factor = rows.factor[i], delta = rows.delta[i];
         Range columns = panels[i / MR];
@@ -224,35 +158,37 @@ NOINLINE void differentiate_rows(const Task& task, const RowGroup& group, const 
 }
 
 // Zero P and dS where a panel's columns end before the tile's, and in rows that only pad.
-static void clear_dead(const Scratch& scratch, i32 num_rows, i64 num_panels, const Range* panels,
+static void clear_dead(const Scratch& scratch, i32 num_rows, Range part, const Range* panels,
                        Range all) {
-    for (i32 i = 0; i < num_panels * MR; i++) {
+    for (i32 i = part.begin; i < part.end; i++) {
         Range live = i < num_rows ? panels[i / MR] : Range{all.end, all.end};
+        if (live.begin == all.begin && live.end == all.end) continue;
         if (live.begin >= live.end) live = {all.end, all.end};
         for (i32 x = all.begin; x < all.end; x += W) {
             if (x >= live.begin && x < live.end) continue;
-            vf_store(scratch.probs + i * TILE_N + x, (vf){});
-            vf_store(scratch.dscores + i * TILE_N + x, (vf){});
+            vf_store(scratch.probs + (i - part.begin) * TILE_N + x, (vf){});
+            vf_store(scratch.dscores + (i - part.begin) * TILE_N + x, (vf){});
         }
     }
 }
 
 #if BF16_PAIRS
-// P and dS in bfloat16, as pairs of rows (operand with the rows as depth) and dS as pairs of
-// columns.
-static void round_tile(const Scratch& scratch, i64 num_rows, Range all) {
-    for (i64 i = 0; i < num_rows; i += 2)
+// P and dS of some rows in bfloat16, as pairs of rows (operand with the rows as depth) and dS as
+// pairs of columns.
+static void round_rows(const Scratch& scratch, Range part, Range all) {
+    for (i64 i = part.begin; i < part.end; i += 2)
         for (i32 x = all.begin; x < all.end; x += W) {
-            real *p = scratch.probs + i * TILE_N + x, *ds = scratch.dscores + i * TILE_N + x;
-            i64 pair = i / 2 * TILE_N + x;
-            v_u16 ds_even = bf16_rounded(vf_load(ds)), ds_odd = bf16_rounded(vf_load(ds + TILE_N));
-            v_u16 p_even = bf16_rounded(vf_load(p)), p_odd = bf16_rounded(vf_load(p + TILE_N));
-            store_as(scratch.probs_right + pair, CONVERT(p_even, v_u32) | CONVERT(p_odd, v_u32)
-                                                                              << 16);
-            store_as(scratch.dscores_right + pair, CONVERT(ds_even, v_u32) | CONVERT(ds_odd, v_u32)
-                                                                                 << 16);
-            store_as(scratch.dscores_pairs + i * TILE_N + x, ds_even);
-            store_as(scratch.dscores_pairs + (i + 1) * TILE_N + x, ds_odd);
+            const i64 from = (i - part.begin) * TILE_N + x;
+            const real *p = scratch.probs + from, *ds = scratch.dscores + from;
+            i64 pair = Packed::offset(TILE_M / UNIT_ELEMENTS, TILE_N, i / 2, x);
+            v_bf16_rows p_rows = bf16_rounded(vf_load(p), vf_load(p + TILE_N));
+            v_bf16_rows ds_rows = bf16_rounded(vf_load(ds), vf_load(ds + TILE_N));
+            store_as(scratch.probs_right + pair, pairs_of(p_rows));
+            store_as(scratch.dscores_right + pair, pairs_of(ds_rows));
+            v_u16 halves[2];
+            __builtin_memcpy(halves, &ds_rows, sizeof(halves));
+            store_as(scratch.dscores_pairs + i * TILE_N + x, halves[0]);
+            store_as(scratch.dscores_pairs + (i + 1) * TILE_N + x, halves[1]);
         }
 }
 #endif
@@ -271,32 +207,56 @@ static void transpose_ranges(i64 num_panels, const Range* panels, Range* key_pan
 }
 
 // The three products that add to dV, dK and dQ.
-static void accumulate_tile(Task& task, i64 num_panels, const Range* panels, i64 k0) {
+static void accumulate_tile(Task& task, i64 num_panels, const Range* panels, i64 tile) {
+    const i64 k0 = tile * TILE_N, row_units = TILE_M / UNIT_ELEMENTS;
     const AttentionArgs& args = task.args;
     const i64 key_lanes = task.sizes.key_lanes, value_lanes = task.sizes.value_lanes;
     Scratch& scratch = task.scratch;
     Range key_panels[TILE_N / MR], depths[MAX_PANELS];
     transpose_ranges(num_panels, panels, key_panels);
+#if MATRIX_TILES
+    multiply_strips(TILE_N / MR, key_panels, value_lanes, {scratch.dout_columns, row_units, 1},
+                    {scratch.probs_right, row_units, TILE_N}, scratch.dv + k0 * value_lanes);
+    multiply_strips(TILE_N / MR, key_panels, key_lanes, {scratch.query_columns, row_units, 1},
+                    {scratch.dscores_right, row_units, TILE_N}, scratch.dk + k0 * key_lanes);
+#else
     multiply_depths(TILE_N / MR, key_panels, value_lanes, {scratch.probs_right, 1, TILE_N},
-                    {scratch.dout_right, value_lanes},
+                    {scratch.dout_right, row_units, value_lanes},
                     {scratch.dv + k0 * value_lanes, value_lanes});
     multiply_depths(TILE_N / MR, key_panels, key_lanes, {scratch.dscores_right, 1, TILE_N},
-                    {scratch.query_right, key_lanes}, {scratch.dk + k0 * key_lanes, key_lanes});
+                    {scratch.query_right, row_units, key_lanes},
+                    {scratch.dk + k0 * key_lanes, key_lanes});
+#endif
     for (i64 p = 0; p < num_panels; p++) {
         i32 end = (i32)min_i64(panels[p].end, args.kv_len - k0);
         depths[p] = {panels[p].begin / UNIT_ELEMENTS, (i32)ceil_div(end, UNIT_ELEMENTS)};
     }
-    Right keys = {scratch.key_rows + k0 / UNIT_ELEMENTS * key_lanes, key_lanes};
+    const i64 key_units = TILE_N / UNIT_ELEMENTS;
+    Packed keys = {scratch.key_rows + tile * Packed::size(key_units, key_lanes), key_units,
+                   key_lanes};
     if (key_in_place(args))
-        keys = {(const real*)row_at(args.key, task.kv_b, task.kv_h, k0), args.key.stride_row};
+        keys = {(const real*)row_at(args.key, task.kv_b, task.kv_h, k0), key_units,
+                args.key.stride_row};
     const real* dscores = BF16_PAIRS ? (const real*)scratch.dscores_pairs : scratch.dscores;
     multiply_depths(num_panels, depths, key_lanes, {dscores, TILE_N / UNIT_ELEMENTS, 1}, keys,
                     {scratch.dq, key_lanes});
 }
 
+// S and dP of some rows, whole panels.
+static void multiply_part(const Task& task, i64 tile, const Range* panels, Range part) {
+    const Scratch& scratch = task.scratch;
+    const i64 key_units = task.sizes.key_units, value_units = task.sizes.value_units;
+    const i64 first = part.begin / MR, count = part.end / MR - first;
+    const Left query = {scratch.query, round_up(key_units, W), 1};
+    const Left dout = {scratch.dout, round_up(value_units, W), 1};
+    multiply_columns(count, panels + first, key_units, query.at(part.begin, 0),
+                     scratch.keys + tile * key_units * TILE_N, scratch.probs);
+    multiply_columns(count, panels + first, value_units, dout.at(part.begin, 0),
+                     scratch.values + tile * value_units * TILE_N, scratch.dscores);
+}
+
 static void differentiate_tile(Task& task, const RowGroup& group, HeadGrad& head_grad,
                                const RowStatistics& rows, const KeyTile& tile) {
-    const Geometry& sizes = task.sizes;
     Scratch& scratch = task.scratch;
     i64 k0 = tile.index * TILE_N, num_panels = ceil_div(group.num_rows, MR);
     Range panels[MAX_PANELS];
@@ -307,21 +267,21 @@ static void differentiate_tile(Task& task, const RowGroup& group, HeadGrad& head
         for (i64 p = 0; p < num_panels; p++) panels[p] = {tile.begin, tile.end};
     }
     pack_key_tile(task, tile.index);
-    const i64 key_units = sizes.key_units, value_units = sizes.value_units;
-    multiply_columns(num_panels, panels, key_units, {scratch.query, round_up(key_units, W), 1},
-                     scratch.keys + tile.index * key_units * TILE_N, scratch.probs);
-    multiply_columns(num_panels, panels, value_units, {scratch.dout, round_up(value_units, W), 1},
-                     scratch.values + tile.index * value_units * TILE_N, scratch.dscores);
     TileColumn column;
     enter_keys(task.mods, group, k0, column);
     auto differentiate = tile.masked ? differentiate_rows<true> : differentiate_rows<false>;
-    differentiate(task, group, column, head_grad, k0, panels, rows);
-    Range all = {tile.begin, (i32)round_up(tile.end, W)};
-    clear_dead(scratch, group.num_rows, num_panels, panels, all);
+    const i32 whole = MATRIX_TILES ? STRIP : W;
+    Range all = {tile.begin / whole * whole, (i32)round_up(tile.end, whole)};
+    for (i32 first = 0; first < num_panels * MR; first += ROWS_AT_ONCE) {
+        Range part = {first, (i32)min_i64(first + ROWS_AT_ONCE, num_panels * MR)};
+        multiply_part(task, tile.index, panels, part);
+        differentiate(task, group, column, head_grad, k0, panels, rows, part);
+        clear_dead(scratch, group.num_rows, part, panels, all);
 #if BF16_PAIRS
-    round_tile(scratch, num_panels * MR, all);
+        round_rows(scratch, part, all);
 #endif
-    accumulate_tile(task, num_panels, panels, k0);
+    }
+    accumulate_tile(task, num_panels, panels, tile.index);
 }
 
 static void differentiate_head(Task& task, RowGroup& group, i64 first_tile, i64 step) {
@@ -346,33 +306,6 @@ static void differentiate_head(Task& task, RowGroup& group, i64 first_tile, i64 
 #if HAS_CAPTURED_GRAD
     head_grad_flush(task.mods, group.head, head_grad, group.b, group.h);
 #endif
-}
-
-// Shares of a kv head's gradient: `count` of them, `size` reals apart, rows of `lanes` reals.
-struct Shares {
-    real* first;
-    i64 count, size, lanes;
-};
-
-// target[keys] = factor * sum of the shares, added in order.
-static void write_sum(const Operand& target, i64 kv_b, i64 kv_h, Span keys, i64 row_size,
-                      const Shares& shares, real factor) {
-    for (i64 k = keys.begin; k < keys.end; k++) {
-        real* row = shares.first + k * shares.lanes;
-        for (i64 share = 1; share < shares.count; share++)
-            for (i64 d = 0; d < shares.lanes; d += W)
-                vf_store(row + d, vf_load(row + d) + vf_load(row + share * shares.size + d));
-        store_row(row_at(target, kv_b, kv_h, k), target.dtype, row_size, row, factor);
-    }
-}
-
-static void write_key_gradients(const AttentionArgs& args, const BackwardLayout& layout,
-                                i64 kv_head, Span keys, real* dk, real* dv) {
-    i64 b = kv_head / args.Hkv, h = kv_head % args.Hkv, count = layout.num_chunks;
-    write_sum(args.dk, b, h, keys, args.head_dim,
-              {dk, count, layout.dk_size, layout.sizes.key_lanes}, (real)args.scale);
-    write_sum(args.dv, b, h, keys, args.value_dim,
-              {dv, count, layout.dv_size, layout.sizes.value_lanes}, 1);
 }
 
 static void run_task(const AttentionArgs& args, const BackwardLayout& layout, i64 worker, i64 lane,

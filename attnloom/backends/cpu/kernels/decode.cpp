@@ -9,6 +9,9 @@
 #define MR 4
 #include "few_rows.h"
 #include "gemm.h"
+#if BF16_AMX
+#include "few_rows_amx.h"
+#endif
 #include "online_softmax.h"
 #include "pack.h"
 #include "parallel.h"
@@ -39,7 +42,8 @@ struct DecodeLayout {
 
     // Private to a worker.
     struct Scratch {
-        real *query, *keys, *values, *scores, *acc;
+        real *query, *query_columns;  // [TILE_M][row_units], and [row_units][TILE_M] for tiles
+        real *keys, *values, *scores, *acc;
         u16* pairs;
         i8* mask;
         i64 used;
@@ -47,6 +51,8 @@ struct DecodeLayout {
         Scratch(char* memory, const Geometry& sizes) {
             Arena arena(memory);
             query = arena.take<real>(TILE_M * round_up(sizes.key_units, W));
+            query_columns =
+                arena.take<real>(BF16_AMX ? TILE_M * round_up(sizes.key_units, W) : 0);
             keys = arena.take<real>(round_up(sizes.key_units, W) * TILE_N);
             values = arena.take<real>(sizes.value_lanes * TILE_N / UNIT_ELEMENTS);
             scores = arena.take<real>(TILE_M * TILE_N);
@@ -113,6 +119,47 @@ static bool mask_tile(const AttentionArgs& args, const ModArgs& mods, const Unit
     return true;
 }
 
+#if BF16_AMX
+// As below, on matrix tiles.
+static void score_on_tiles(const AttentionArgs& args, const DecodeLayout& layout,
+                           const Unit& unit, i64 k0, i64 count, Range columns,
+                           const DecodeLayout::Scratch& scratch) {
+    i64 row_units = round_up(layout.sizes.key_units, W);
+    auto score_piece = [&](i64 begin, i64 end, const Rows& keys) {
+        Range whole = {(i32)max_i64(begin, columns.begin / W * W),
+                       (i32)min_i64(end, round_up(columns.end, W))};
+        dot_keys_on_tiles(scratch.query_columns, row_units, keys, whole, unit.num_rows(),
+                          scratch.keys, scratch.scores);
+    };
+    for_each_piece(args, args.key, unit.kv_b, unit.kv_h, k0, count, args.head_dim, score_piece);
+}
+
+// As below, on matrix tiles. Keys that do not exist, or are in no piece, count as zeros.
+static void value_on_tiles(const AttentionArgs& args, const DecodeLayout& layout,
+                           const Unit& unit, i64 k0, i64 count, Range columns,
+                           const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
+    const i64 lanes = layout.sizes.value_lanes, units = TILE_N / UNIT_ELEMENTS;
+    const i64 first = columns.begin / 32 * 32, last = min_i64(count, round_up(columns.end, 32));
+    if (last % 32)
+        __builtin_memset(scratch.values + last / 32 * 16 * lanes, 0, 16 * lanes * sizeof(real));
+    auto pack_piece = [&](i64 begin, i64 end, const Rows& values) {
+        if (end <= first || begin >= last) return;
+        // Two rows at a time, in step with what is asked for.
+        for (i64 i = begin; i < end; i += 2) {
+            for (i64 d = 0; d < values.size; d += 32) {
+                __builtin_prefetch(values[i] + values.ahead + d * 2);
+                __builtin_prefetch(values[i + 1] + values.ahead + d * 2);
+            }
+            pack_right(values, i, i + 2, units, lanes, scratch.values);
+        }
+    };
+    for_each_piece(args, args.value, unit.kv_b, unit.kv_h, k0, count, args.value_dim, pack_piece);
+    Range depth = {columns.begin / UNIT_ELEMENTS, (i32)ceil_div(last, UNIT_ELEMENTS)};
+    add_values_on_tiles(state.probabilities(), PROBABILITY_ROW, scratch.values, depth, lanes,
+                        state.acc);
+}
+#endif
+
 // scores = Q K^T for the columns of a tile. Keys in the tensor's own form are read in place.
 static void score_tile(const AttentionArgs& args, const DecodeLayout& layout, const Unit& unit,
                        i64 k0, i64 count, Range columns, const DecodeLayout::Scratch& scratch) {
@@ -124,9 +171,11 @@ static void score_tile(const AttentionArgs& args, const DecodeLayout& layout, co
         i64 row_bytes = in_place ? keys.bytes_between : row_units * (i64)sizeof(real);
         Range whole = {(i32)max_i64(begin, columns.begin / W * W),
                        (i32)min_i64(end, round_up(columns.end, W))};
-        for (i64 r = 0; r < unit.num_rows(); r += MR)
-            dot_keys(scratch.query + r * row_units, row_units, data, row_bytes, keys.ahead,
-                     keys.count, whole, scratch.scores + r * TILE_N);
+        for (i64 r = 0; r < unit.num_rows(); r += MR) {
+            auto dot = unit.num_rows() - r == 1 ? dot_keys_one_row : dot_keys;
+            dot(scratch.query + r * row_units, row_units, data, row_bytes, keys.ahead, keys.count,
+                whole, scratch.scores + r * TILE_N);
+        }
     };
     for_each_piece(args, args.key, unit.kv_b, unit.kv_h, k0, count, args.head_dim, score_piece);
 }
@@ -140,17 +189,22 @@ static void value_tile(const AttentionArgs& args, const DecodeLayout& layout, co
     auto add_piece = [&](i64 begin, i64 end, const Rows& values) {
         bool whole_units = !BF16_PAIRS || values.count % 2 == 0;
         bool in_place = own && whole_units;
-        if (!in_place) pack_right(values, begin, end, lanes, scratch.values);
+        if (!in_place)
+            pack_right(values, begin, end, TILE_N / UNIT_ELEMENTS, lanes, scratch.values);
         ValueUnits source = {in_place ? values.data : (const char*)scratch.values,
                              in_place ? values.bytes_between : lanes * (i64)sizeof(real),
                              args.pages ? values.ahead : values.ahead / 2};
         end = min_i64(columns.end, values.count);
         Range units = {(i32)max_i64(begin, columns.begin) / UNIT_ELEMENTS,
                        (i32)ceil_div(end, UNIT_ELEMENTS)};
-        auto add = in_place ? add_values<false> : add_values<true>;
-        for (i64 r = 0; r < unit.num_rows(); r += MR)
+        for (i64 r = 0; r < unit.num_rows(); r += MR) {
+            auto add = unit.num_rows() - r == 1
+                           ? in_place ? add_values<false, 1> : add_values<true, 1>
+                       : in_place ? add_values<false, 4>
+                                  : add_values<true, 4>;
             add(state.probabilities() + r * PROBABILITY_ROW, PROBABILITY_ROW, source, units, lanes,
                 state.acc + r * lanes);
+        }
     };
     for_each_piece(args, args.value, unit.kv_b, unit.kv_h, k0, count, args.value_dim, add_piece);
 }
@@ -159,7 +213,15 @@ static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, c
                         const Unit& unit, const KeyTile& tile, Range columns,
                         const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
     i64 k0 = tile.index * TILE_N, count = min_i64(TILE_N, args.kv_len - k0);
-    score_tile(args, layout, unit, k0, count, columns, scratch);
+#if BF16_AMX
+    const bool on_tiles = unit.num_rows() > MR;
+    auto score = on_tiles ? score_on_tiles : score_tile;
+    auto add = on_tiles ? value_on_tiles : value_tile;
+#else
+    auto score = score_tile;
+    auto add = value_tile;
+#endif
+    score(args, layout, unit, k0, count, columns, scratch);
     Range panels[MAX_PANELS];
     for (Range& panel : panels) panel = columns;
     auto softmax = tile.masked ? softmax_rows<true> : softmax_rows<false>;
@@ -169,7 +231,7 @@ static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, c
         softmax(mods, unit.heads[g], column, k0, panels, score_scale(args),
                 state.from_row(g * unit.num_queries));
     }
-    value_tile(args, layout, unit, k0, count, columns, scratch, state);
+    add(args, layout, unit, k0, count, columns, scratch, state);
 }
 
 static void attend_part(const AttentionArgs& whole, const DecodeLayout& layout, i64 worker,
@@ -179,7 +241,8 @@ static void attend_part(const AttentionArgs& whole, const DecodeLayout& layout, 
     ModArgs mods = mod_args(whole, nullptr);
     Unit unit(whole, layout, mods, task / whole.num_splits);
     const AttentionArgs& args = unit.here;
-    i64 num_rows = unit.num_rows(), padded = round_up(num_rows, MR);
+    i64 num_rows = unit.num_rows();
+    i64 padded = BF16_AMX ? TILE_M : round_up(num_rows, MR);
     if (num_rows == 0) return;
     DecodeLayout::Scratch scratch(layout.scratch + worker * layout.worker_bytes, sizes);
     i64 row_units = round_up(sizes.key_units, W);
@@ -190,7 +253,10 @@ static void attend_part(const AttentionArgs& whole, const DecodeLayout& layout, 
                    scratch.query + g * unit.num_queries * row_units);
     __builtin_memset(scratch.query + num_rows * row_units, 0,
                      (padded - num_rows) * row_units * sizeof(real));
-    real m[TILE_M], l[TILE_M];
+#if BF16_AMX
+    transpose(TILE_M, row_units, scratch.query, row_units, scratch.query_columns, TILE_M);
+#endif
+    real m[TILE_M + W], l[TILE_M + W];
     SoftmaxState state = {scratch.scores,   scratch.pairs, scratch.mask, scratch.acc, m, l,
                           sizes.value_lanes};
     state.reset(padded);

@@ -4,7 +4,7 @@
 // it in order. Keys are not transposed (32 shuffles a key of 128 elements): four rows meet four
 // keys in dot products, whose 16 accumulators are summed across lanes together, eight shuffles a
 // key. Values are added to an accumulator that stays in the first-level cache, four units at a
-// time.
+// time. A row by itself does not wait for three others that do not exist.
 #ifndef ATTNLOOM_FEW_ROWS_H
 #define ATTNLOOM_FEW_ROWS_H
 
@@ -77,6 +77,24 @@ NOINLINE void dot_keys(const real* query, i64 row_units, const char* keys, i64 r
     }
 }
 
+// The same of one row, W keys at a time.
+NOINLINE void dot_keys_one_row(const real* query, i64 row_units, const char* keys, i64 row_bytes,
+                               i64 ahead, i64 count, Range range, real* scores) {
+    for (i64 k = range.begin; k < range.end; k += W) {
+        vf dots[W];
+        for (i64 i = 0; i < W; i++) {
+            const real* key = (const real*)(keys + min_i64(k + i, count - 1) * row_bytes);
+            vf dot = {};
+            for (i64 d = 0; d < row_units; d += W) {
+                __builtin_prefetch((const char*)(key + d) + ahead);
+                MULTIPLY_ADD(dot, vf_load(query + d), vf_load(key + d));
+            }
+            dots[i] = dot;
+        }
+        vf_store(scores + k, sums_across(dots));
+    }
+}
+
 // Where units of values are read from: packed ones [unit][lanes], or rows of the tensor.
 struct ValueUnits {
     const char* data;
@@ -103,22 +121,24 @@ template <bool PACKED> INLINE vf load_unit(const ValueUnits& values, i64 unit, i
     return vf_load((const real*)(values.data + unit * values.row_bytes) + d);
 }
 
-// acc[r][lane] += probs[r][unit] * values[unit][lane] for four rows. probs: units, of probs_row a
-// row.
-template <bool PACKED>
+// acc[r][lane] += probs[r][unit] * values[unit][lane] for four rows, or one. probs: units, of
+// probs_row a row.
+template <bool PACKED, int ROWS>
 NOINLINE void add_values(const real* probs, i64 probs_row, const ValueUnits& values, Range units,
                          i64 lanes, real* acc) {
     i64 unit = units.begin;
     for (; unit + STEP <= units.end; unit += STEP) {
-#define LOAD_WEIGHT(s, r) vf p##r##_##s = vf_set(probs[r * probs_row + unit + s]);
+#define LOAD_WEIGHT(s, r) vf p##r##_##s = vf_set(probs[r % ROWS * probs_row + unit + s]);
 #define LOAD_VALUE(s, _)                              \
     vf x##s = load_unit<PACKED>(values, unit + s, d); \
     if (!PACKED) prefetch_unit(values, unit + s, d);
 #define ADD_VALUE(s, r) MULTIPLY_ADD(sum##r, p##r##_##s, x##s);
-#define ADD_ROW(r)                            \
-    vf sum##r = vf_load(acc + r * lanes + d); \
-    FOR_EACH_STEP(ADD_VALUE, r)               \
-    vf_store(acc + r * lanes + d, sum##r);
+#define ADD_ROW(r)                                \
+    if (r < ROWS) {                               \
+        vf sum##r = vf_load(acc + r * lanes + d); \
+        FOR_EACH_STEP(ADD_VALUE, r)               \
+        vf_store(acc + r * lanes + d, sum##r);    \
+    }
         FOR_EACH_ROW_STEP(LOAD_WEIGHT)
         for (i64 d = 0; d < lanes; d += W) {
             FOR_EACH_STEP(LOAD_VALUE, )
@@ -126,7 +146,7 @@ NOINLINE void add_values(const real* probs, i64 probs_row, const ValueUnits& val
         }
     }
     for (; unit < units.end; unit++)
-        for (i64 r = 0; r < 4; r++) {
+        for (i64 r = 0; r < ROWS; r++) {
             vf p = vf_set(probs[r * probs_row + unit]);
             for (i64 d = 0; d < lanes; d += W) {
                 vf sum = vf_load(acc + r * lanes + d);

@@ -11,14 +11,15 @@
 
 #include "softmax.h"
 #include "tiles.h"
+#include "transpose.h"
 
 // What the kernel keeps of a tile of rows. mask: -1 where a score is live, read where `masked`.
 struct SoftmaxState {
-    real* scores;  // [rows][TILE_N]; afterwards the probabilities, unless BF16_PAIRS
+    real* scores;  // [rows][TILE_N]; afterwards the probabilities, but not with BF16_PAIRS
     u16* pairs;    // [rows][TILE_N] bfloat16 probabilities, if BF16_PAIRS
     i8* mask;      // [rows][TILE_N]
     real* acc;
-    real *m, *l;
+    real *m, *l;  // a vector more than there are rows
     i64 value_lanes;
 
     // The same state from row `first` on.
@@ -40,13 +41,18 @@ struct SoftmaxState {
 // Reals between rows of probabilities().
 static const i64 PROBABILITY_ROW = TILE_N / UNIT_ELEMENTS;
 
-// Scores of row i in score units, written back; returns the largest of them and m[i].
+// Without a score_mod, bfloat16 tiles keep raw products, and scale and log2(e) are one factor: what
+// this costs in accuracy (softmax.h) lies far below the rounding of the inputs.
+#define FOLDED (BF16_PAIRS && !HAS_SCORE)
+
+// Brings the scores of row i to natural units and hides those that the mask hides; returns a vector
+// whose largest lane is the largest of them. FOLDED scores without a mask stay as they are.
 template <bool MASKED>
-INLINE real score_row(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i32 i,
-                      i64 k0, Range columns, real scale, const SoftmaxState& state) {
+INLINE vf score_row(const ModArgs& mods, const RowGroup& group, const TileColumn& column, i32 i,
+                    i64 k0, Range columns, real scale, const SoftmaxState& state) {
     real* scores = state.scores + i * TILE_N;
     const i8* mask = state.mask + i * TILE_N;
-    vf top = vf_set(state.m[i]);
+    vf top = vf_set(REAL_LOWEST);
     for (i32 x = columns.begin; x < columns.end; x += W) {
         vf score = rounded(vf_load(scores + x) * scale);
 #if HAS_SCORE
@@ -57,20 +63,43 @@ INLINE real score_row(const ModArgs& mods, const RowGroup& group, const TileColu
             vm live = vm_from_bytes(load_as<v_i8>(mask + x));
             score = vf_select(live, score, vf_set(-REAL_INF));
         }
-        vf_store(scores + x, score);
+        if (MASKED || !FOLDED) vf_store(scores + x, score);
         top = vf_max(score, top);
     }
     (void)mods, (void)group, (void)column, (void)k0, (void)mask;
-    return vf_hmax(top);
+    return top;
 }
 
-// exp(score - m) of row i, for the next product; returns the sum.
-INLINE real exponentiate_row(i32 i, Range columns, real m, const SoftmaxState& state) {
+// exp(score - m), of scores in units of `scale`.
+template <bool MASKED> INLINE vf probability(vf score, real scale, real m) {
+#if FOLDED
+    // A row that sees nothing yet has the lowest m, which must not become infinite.
+    real shift = m * LOG2_E;
+    if (shift < REAL_LOWEST) shift = REAL_LOWEST;
+    return exp2_lanes(score * (MASKED ? LOG2_E : scale * LOG2_E) - shift);
+#else
+    (void)scale;
+    return softmax_exp(score - m);
+#endif
+}
+
+// exp(score - m) of row i, for the next product; returns a vector whose lanes add up to their sum.
+template <bool MASKED>
+INLINE vf exponentiate_row(i32 i, Range columns, real scale, real m, const SoftmaxState& state) {
     real* scores = state.scores + i * TILE_N;
     u16* pairs = state.pairs + i * TILE_N;
     vf sum = {};
-    for (i32 x = columns.begin; x < columns.end; x += W) {
-        vf p = softmax_exp(vf_load(scores + x) - m);
+    i32 x = columns.begin;
+#if BF16_PAIRS
+    for (; x + 2 * W <= columns.end; x += 2 * W) {
+        vf p = probability<MASKED>(vf_load(scores + x), scale, m);
+        vf next = probability<MASKED>(vf_load(scores + x + W), scale, m);
+        sum += p + next;
+        store_as(pairs + x, bf16_rounded(p, next));
+    }
+#endif
+    for (; x < columns.end; x += W) {
+        vf p = probability<MASKED>(vf_load(scores + x), scale, m);
         sum += p;
 #if BF16_PAIRS
         store_as(pairs + x, bf16_rounded(p));
@@ -78,43 +107,67 @@ INLINE real exponentiate_row(i32 i, Range columns, real m, const SoftmaxState& s
         vf_store(scores + x, p);
 #endif
     }
+#if BF16_AMX
+    // Products take 32 keys at a time.
+    for (x = columns.begin / STRIP * STRIP; x < columns.begin; x += W)
+        store_as(pairs + x, (v_u16){});
+    for (x = columns.end; x % STRIP; x += W) store_as(pairs + x, (v_u16){});
+#endif
     (void)pairs;
-    return vf_hsum(sum);
+    return sum;
 }
 
-// Moves row i to a new maximum and adds the new probabilities' sum.
-INLINE void advance_row(const SoftmaxState& state, i32 i, real m, real sum) {
-    if (m != state.m[i]) {
-        real shrink = softmax_exp(state.m[i] - m);
-        real* acc = state.acc + i * state.value_lanes;
-        for (i64 d = 0; d < state.value_lanes; d += W) vf_store(acc + d, vf_load(acc + d) * shrink);
-        state.l[i] *= shrink;
-        state.m[i] = m;
-    }
-    state.l[i] += sum;
+INLINE void scale_row(const SoftmaxState& state, i64 i, real factor) {
+    real* acc = state.acc + i * state.value_lanes;
+    for (i64 d = 0; d < state.value_lanes; d += W) vf_store(acc + d, vf_load(acc + d) * factor);
 }
 
-// Applies scale, score_mod and mask to raw products and turns them into probabilities. Passes over
-// a panel at a time let the processor overlap the rows' reductions, which are chains of latencies.
+// Largest lane and sum of each of the first `count` vectors; a few are reduced one by one.
+INLINE vf row_maxima(vf* rows, i32 count) {
+    if (count > 3) return maxima_across(rows);
+    vf maxima = vf_set(REAL_LOWEST);
+    for (i32 r = 0; r < count; r++) maxima[r] = vf_hmax(rows[r]);
+    return maxima;
+}
+INLINE vf row_sums(vf* rows, i32 count) {
+    if (count > 3) return sums_across(rows);
+    vf sums = {};
+    for (i32 r = 0; r < count; r++) sums[r] = vf_hsum(rows[r]);
+    return sums;
+}
+
+// Applies scale, score_mod and mask to raw products and turns them into probabilities, W rows at a
+// time, whose maxima and sums are reduced together. Rows of a panel without columns keep what they
+// have.
 template <bool MASKED>
 NOINLINE void softmax_rows(const ModArgs& mods, const RowGroup& group, const TileColumn& column,
                            i64 k0, const Range* panels, real scale, const SoftmaxState& state) {
-    real tops[MR], sums[MR];
-    for (i32 first = 0, p = 0; first < group.num_rows; first += MR, p++) {
-        Range columns = panels[p];
-        if (columns.begin >= columns.end) continue;
-        i32 count = group.num_rows - first < MR ? group.num_rows - first : MR;
+    for (i32 first = 0; first < group.num_rows; first += W) {
+        const i32 count = group.num_rows - first < W ? group.num_rows - first : W;
+        vf rows[W];
+        real shrinks[W];
+        for (i32 r = 0; r < W; r++)
+            rows[r] = r < count ? score_row<MASKED>(mods, group, column, first + r, k0,
+                                                    panels[(first + r) / MR], scale, state)
+                                : vf_set(REAL_LOWEST);
+        vf before = vf_load(state.m + first), m = vf_max(row_maxima(rows, count), before);
+        vf_store(state.m + first, m);
+        vf shrink = softmax_exp(before - m);
+        vf_store(shrinks, shrink);
+        for (i32 r = 0; r < W; r++)
+            rows[r] = r < count ? exponentiate_row<MASKED>(first + r, panels[(first + r) / MR],
+                                                           scale, state.m[first + r], state)
+                                : (vf){};
+        vf sums = row_sums(rows, count);
+        vf_store(state.l + first, vf_load(state.l + first) * shrink + sums);
         for (i32 r = 0; r < count; r++)
-            tops[r] = score_row<MASKED>(mods, group, column, first + r, k0, columns, scale, state);
-        for (i32 r = 0; r < count; r++)
-            sums[r] = exponentiate_row(first + r, columns, tops[r], state);
-        for (i32 r = 0; r < count; r++) advance_row(state, first + r, tops[r], sums[r]);
+            if (shrinks[r] != 1) scale_row(state, first + r, shrinks[r]);
     }
 }
 
 // acc += probabilities * values, units of values from the tile's first key on; num_keys keys exist.
 INLINE void accumulate_values(i64 num_panels, const Range* panels, i64 num_keys,
-                              const Right& values, const SoftmaxState& state) {
+                              const Packed& values, const SoftmaxState& state) {
     Range depths[MAX_PANELS];
     for (i64 p = 0; p < num_panels; p++) {
         i32 end = (i32)min_i64(panels[p].end, num_keys);

@@ -5,11 +5,14 @@
 //   row pairs    [row / 2][lane] of (even, odd)    operand B with BF16_PAIRS
 //   transposed   [unit of the depth][TILE_N]       operand B of the scores: keys become columns
 //
+// where an operand B is in strips on matrix tiles (Packed in gemm.h).
+//
 // Whatever lies beyond a tensor's rows or elements is zero in the packed form.
 #ifndef ATTNLOOM_PACK_H
 #define ATTNLOOM_PACK_H
 
-#include "args.h"
+#include "gemm.h"
+#include "transpose.h"
 
 // W elements from `offset` of a row of `size` elements, converted; zero beyond its end.
 INLINE vf load_lanes(const char* row, i64 dtype, i64 offset, i64 size) {
@@ -126,45 +129,36 @@ INLINE v_u32 load_wide_bf16(const char* row, i64 offset, i64 size) {
     return lanes;
 }
 
-// Rows begin .. end, both even, of packed [][row_lanes], row_lanes a multiple of W
-NOINLINE void pack_right(const Rows& rows, i64 begin, i64 end, i64 row_lanes, real* packed) {
+// Rows begin .. end, both even, of a right operand of `depth` units and row_lanes lanes, a multiple
+// of W
+NOINLINE void pack_right(const Rows& rows, i64 begin, i64 end, i64 depth, i64 row_lanes,
+                         real* packed) {
     for (i64 i = begin; i < end; i += 2) {
         const char *even = rows[i], *odd = rows[i + 1];
         for (i64 d = 0; d < row_lanes; d += W) {
             v_u32 low = {}, high = {};
             if (i < rows.count) low = load_wide_bf16(even, d, rows.size);
             if (i + 1 < rows.count) high = load_wide_bf16(odd, d, rows.size);
-            store_as(packed + i / 2 * row_lanes + d, low | high << 16);
+            store_as(packed + Packed::offset(depth, row_lanes, i / 2, d), low | high << 16);
         }
     }
 }
 #else
-// Rows begin .. end of packed [][row_lanes], row_lanes a multiple of W
-NOINLINE void pack_right(const Rows& rows, i64 begin, i64 end, i64 row_lanes, real* packed) {
+// Rows begin .. end of a right operand of row_lanes lanes, a multiple of W
+NOINLINE void pack_right(const Rows& rows, i64 begin, i64 end, i64, i64 row_lanes, real* packed) {
     pack_units(rows, begin, end, row_lanes, packed);
 }
 #endif
 
-// One step of a transposition: lanes of the first half of the rows interleave with those of the
-// second.
-#if W == 16
-#define INTERLEAVE_LOW(a, b) \
-    VF_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define INTERLEAVE_HIGH(a, b) \
-    VF_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#define LOG2_W 4
-#elif W == 8
-#define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define INTERLEAVE_HIGH(a, b) VF_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#define LOG2_W 3
-#elif W == 4
-#define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 4, 1, 5)
-#define INTERLEAVE_HIGH(a, b) VF_SHUFFLE(a, b, 2, 6, 3, 7)
-#define LOG2_W 2
-#else
-#define INTERLEAVE_LOW(a, b) VF_SHUFFLE(a, b, 0, 2)
-#define INTERLEAVE_HIGH(a, b) VF_SHUFFLE(a, b, 1, 3)
-#define LOG2_W 1
+#if MATRIX_TILES
+// A right operand of `units` units and `lanes` lanes, of which num_units are taken, as a left one:
+// columns [lanes][units].
+INLINE void transpose_packed(i64 num_units, i64 units, i64 lanes, const real* packed,
+                             real* columns) {
+    for (i64 n = 0; n < lanes; n += STRIP)
+        transpose(num_units, min_i64(STRIP, lanes - n), packed + n * units, STRIP,
+                  columns + n * units, units);
+}
 #endif
 
 static const i64 OWN_DTYPE = BF16_PAIRS ? DTYPE_BF16 : REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;
@@ -186,23 +180,14 @@ INLINE void load_block(const Rows& rows, i64 first, i64 unit, vf* lanes) {
 // Columns first .. first + W of `packed` [ceil(size / UNIT_ELEMENTS)][TILE_N]; zero from
 // rows.count on.
 NOINLINE void pack_columns(const Rows& rows, i64 first, real* packed) {
-    i64 num_units = ceil_div(rows.size, UNIT_ELEMENTS);
+    i64 num_units = round_up(ceil_div(rows.size, UNIT_ELEMENTS), DEPTH_STEP);
     for (i64 unit = 0; unit < num_units; unit += W) {
         vf lanes[W];
         load_block(rows, first, unit, lanes);
-#pragma GCC unroll 4
-        for (int round = 0; round < LOG2_W; round++) {
-            vf mixed[W];
-#pragma GCC unroll 8
-            for (int i = 0; i < W / 2; i++) {
-                mixed[2 * i] = INTERLEAVE_LOW(lanes[i], lanes[i + W / 2]);
-                mixed[2 * i + 1] = INTERLEAVE_HIGH(lanes[i], lanes[i + W / 2]);
-            }
-#pragma GCC unroll 16
-            for (int i = 0; i < W; i++) lanes[i] = mixed[i];
-        }
+        transpose_block(lanes);
         i64 wanted = min_i64(W, num_units - unit);
-        for (i64 i = 0; i < wanted; i++) vf_store(packed + (unit + i) * TILE_N + first, lanes[i]);
+        for (i64 i = 0; i < wanted; i++)
+            vf_store(packed + Packed::offset(num_units, TILE_N, unit + i, first), lanes[i]);
     }
 }
 

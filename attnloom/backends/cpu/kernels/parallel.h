@@ -24,6 +24,25 @@ struct FlushToZero {
 #endif
 };
 
+// Shapes the thread's matrix tiles while it lives: each has 16 rows of 64 bytes. They are let go of
+// at the end, as a thread that holds tiles has 8 KB more to save when it is switched.
+struct ShapedTiles {
+#if BF16_AMX
+    struct Shapes {
+        u8 palette, start_row, reserved[14];
+        u16 row_bytes[16];
+        u8 rows[16];
+    };
+
+    ShapedTiles() {
+        Shapes shapes = {1};
+        for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = 16;
+        asm volatile("ldtilecfg %0" : : "m"(shapes));
+    }
+    ~ShapedTiles() { asm volatile("tilerelease" : :); }
+#endif
+};
+
 // body(worker, task): `worker` names private scratch; tasks are drawn in ascending order.
 template <class Body> struct TaskQueue {
     const Body& body;
@@ -35,6 +54,7 @@ template <class Body> struct TaskQueue {
         TaskQueue& queue = *(TaskQueue*)context;
         narrow_overflow() = 0;
         FlushToZero scope;
+        ShapedTiles tiles;
         for (i64 worker = begin; worker < end; worker++) {
             for (;;) {
                 i64 task = __atomic_fetch_add(&queue.next, 1, __ATOMIC_RELAXED);
