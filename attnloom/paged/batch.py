@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attnloom.errors import OptionError, ShapeError, counted
-from attnloom.paged.book import DROPPED
+from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, counted
+from attnloom.paged.book import DROPPED, whole_counts
 from attnloom.paged.staged import StagedInts
 from attnloom.paged.table import PagedKV, PageTable
 
@@ -75,7 +75,8 @@ class PagedBatch:
         Raises:
             ShapeError: more sequences, tokens or pages than this batch was made for.
         """
-        if len(sequences) > self.size or len(counts) != len(sequences):
+        counts = whole_counts(counts, sequences)
+        if len(sequences) > self.size:
             raise ShapeError(
                 f"{counted(len(sequences), 'sequence')} and {counted(len(counts), 'count')} for a "
                 f"batch of {self.size}; one count each, and no more sequences than that."
@@ -124,19 +125,17 @@ class PagedBatch:
         """
         heads = self.cache.num_kv_heads
         stored = self.cache.layer_rows(layer)
-        for name, new, rows in zip(("key", "value"), (key, value), stored, strict=True):
+        check_new(self.cache, key, value)
+        named = list(zip(("key", "value"), (key, value), stored, strict=True))
+        for name, new, rows in named:
             want = (self.size, heads, self.q_len, rows.size(1))
             if new.shape != want:
                 raise ShapeError(
                     f"{name} is {list(new.shape)}, but this step writes {list(want)}: [B, Hkv, "
                     "Q_LEN, D] with a row for every query row of the batch, padding included."
                 )
-            if new.requires_grad and torch.is_grad_enabled():
-                raise OptionError(
-                    f"{name} requires grad; a cache keeps no history. Run the model under "
-                    "torch.no_grad() or torch.inference_mode()."
-                )
-            flat = new.transpose(1, 2).reshape(-1, want[3])
+        for _, new, rows in named:
+            flat = new.transpose(1, 2).reshape(-1, rows.size(1))
             rows.index_copy_(0, self.rows.flatten(), flat.to(rows.dtype))
 
     def layer(self, layer: int = 0) -> PagedKV:
@@ -146,3 +145,32 @@ class PagedBatch:
             found = PagedKV(*self.cache.layer_tensors(layer), self.table)
             self._layers[layer] = found
         return found
+
+
+def check_mode(cache: PagedKVCache) -> None:
+    """Raise unless the cache may be written now."""
+    if cache.keys[0].is_inference() and not torch.is_inference_mode_enabled():
+        raise OptionError(
+            "the cache was made under torch.inference_mode() and can only be written there. Make "
+            "it outside: then it can be written in both."
+        )
+
+
+def check_new(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise unless keys and values can be stored, whatever their sizes."""
+    check_mode(cache)
+    for name, new in (("key", key), ("value", value)):
+        if not isinstance(new, torch.Tensor):
+            raise OptionError(f"{name} is of type {type(new).__name__}; a cache takes tensors.")
+        if not new.dtype.is_floating_point:
+            raise DtypeError(
+                f"{name} is {new.dtype}; a cache of {cache.keys[0].dtype} converts other floating "
+                "dtypes alone."
+            )
+        if new.device != cache.device:
+            raise DeviceError(f"{name} is on {new.device}, its cache on {cache.device}.")
+        if new.requires_grad and torch.is_grad_enabled():
+            raise OptionError(
+                f"{name} requires grad; a cache keeps no history. Run the model under "
+                "torch.no_grad() or torch.inference_mode()."
+            )

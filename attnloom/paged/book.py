@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from attnloom.errors import OptionError, ShapeError, counted
@@ -12,6 +13,41 @@ from attnloom.paged.allocator import PageAllocator
 
 DROPPED = -1  # in place of a page that was freed because no window reaches it any more
 _INT32 = "i"
+
+
+def whole(value: Any, name: str) -> int:
+    """Python's int of a number of tokens, which may be numpy's or a tensor of one element.
+
+    Raises:
+        OptionError: it is none.
+    """
+    try:
+        return index(value)
+    except TypeError:
+        raise OptionError(f"{name} is {value!r}; it must be an int.") from None
+
+
+def whole_counts(counts: Any, sequences: Sequence[int]) -> list[int]:
+    """Python's int for each sequence, from one number for all or one each, in any form.
+
+    Raises:
+        OptionError: they are no ints.
+        ShapeError: there are more or fewer.
+    """
+    given = counts.tolist() if hasattr(counts, "tolist") else counts  # of torch or numpy
+    if isinstance(given, int):
+        return [given] * len(sequences)
+    try:
+        made = [index(count) for count in given]
+    except TypeError:
+        raise OptionError(
+            f"counts is {counts!r}; it must be an int, or an int for each sequence."
+        ) from None
+    if len(made) != len(sequences):
+        raise ShapeError(
+            f"{counted(len(sequences), 'sequence')}, but {counted(len(made), 'count')}; one each."
+        )
+    return made
 
 
 @dataclass(slots=True)
@@ -69,6 +105,7 @@ class PageBook:
         if len(set(sequences)) != len(sequences):
             raise OptionError(f"sequences {list(sequences)} names one twice; give each once.")
         entries = [self._entry(s) for s in sequences]
+        counts = whole_counts(counts, sequences)
         for sequence, count in zip(sequences, counts, strict=True):
             if count < 0:
                 raise ShapeError(f"sequence {sequence} is extended by {count}; 0 tokens or more.")
@@ -101,7 +138,7 @@ class PageBook:
         """A new sequence that begins with the first `length` tokens of another, and shares their
         pages until one of the two writes into them."""
         entry = self._entry(sequence)
-        length = entry.length if length is None else length
+        length = entry.length if length is None else whole(length, "length")
         if not 0 <= length <= entry.length:
             raise ShapeError(
                 f"sequence {sequence} has {counted(entry.length, 'token')}; a fork of its first "
@@ -115,7 +152,7 @@ class PageBook:
     def truncate(self, sequence: int, length: int) -> None:
         """Forget all tokens from `length` on, and free the pages that only they and reserved room
         took."""
-        entry = self._entry(sequence)
+        entry, length = self._entry(sequence), whole(length, "length")
         if not 0 <= length <= entry.length:
             raise ShapeError(
                 f"sequence {sequence} has {counted(entry.length, 'token')}; it cannot be cut to "
@@ -133,7 +170,7 @@ class PageBook:
 
         Positions of the other tokens stay. For sliding windows: no query may look there again.
         """
-        entry = self._entry(sequence)
+        entry, position = self._entry(sequence), whole(position, "position")
         if not 0 <= position <= entry.length:
             raise ShapeError(
                 f"sequence {sequence} has {counted(entry.length, 'token')}; position {position} is "

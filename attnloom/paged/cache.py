@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from attnloom.errors import OptionError, ShapeError, counted
-from attnloom.paged.batch import PagedBatch
-from attnloom.paged.book import PageBook
+from attnloom.paged.batch import PagedBatch, check_mode, check_new
+from attnloom.paged.book import PageBook, whole, whole_counts
 from attnloom.paged.table import PagedKV, check_page_size
 
 _COPIED_AT_ONCE = 16  # pages, of all layers: what a copy holds beside the cache
@@ -127,7 +127,8 @@ class PagedKVCache:
         Raises:
             OutOfPagesError: there are not enough.
         """
-        more = max(0, length - self.book.length(sequence))
+        check_mode(self)
+        more = max(0, whole(length, "length") - self.book.length(sequence))
         self._copy(self.book.extend([sequence], [more], reserve_only=True))
 
     def extend(
@@ -142,9 +143,14 @@ class PagedKVCache:
         Raises:
             OutOfPagesError: they do not all fit; none was extended.
         """
-        counts = [counts] * len(sequences) if isinstance(counts, int) else list(counts)
+        counts = whole_counts(counts, sequences)
+        if sum(counts) > self.book.allocator.num_pages * self.page_size:
+            self.grow(sequences, counts)  # raises: no batch is made for what can never fit
+        lengths = [self.length(s) + count for s, count in zip(sequences, counts, strict=True)]
+        made = self._room(counts, lengths, q_len)  # before pages are taken: this may fail
         self.grow(sequences, counts)
-        return self.batch(sequences, counts, q_len)
+        made.update(sequences, counts)
+        return made
 
     def grow(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         """Add tokens to sequences, for a batch that is there already and takes them by
@@ -153,7 +159,7 @@ class PagedKVCache:
         Raises:
             OutOfPagesError: they do not all fit; none was extended.
         """
-        self._check_counts(sequences, counts)
+        check_mode(self)
         self._copy(self.book.extend(sequences, counts))
 
     def append(
@@ -178,11 +184,16 @@ class PagedKVCache:
                 f"append writes one layer, this cache has {self.num_layers}: use batch = "
                 "extend(sequences, counts), then batch.write(key, value, layer) in every layer."
             )
-        n = key.size(2)
+        check_new(self, key, value)
+        n = key.size(2) if key.dim() == 4 else 0
         for name, new, stored in (
             ("key", key, self.keys[0]),
             ("value", value, self.values[0]),
         ):
+            if new.dim() != 4:
+                raise ShapeError(
+                    f"{name} is {list(new.shape)}; append takes 4 dimensions, [B, Hkv, n, D]."
+                )
             want = (len(sequences), stored.size(1), n, stored.size(3))
             if tuple(new.shape) != want:
                 raise ShapeError(
@@ -206,15 +217,24 @@ class PagedKVCache:
             q_len: rows of query; default: the greatest count.
         """
         sequences = self.sequences if sequences is None else list(sequences)
-        counts = [counts] * len(sequences) if isinstance(counts, int) else list(counts)
-        self._check_counts(sequences, counts)
-        q_len = max(counts, default=0) if q_len is None else q_len
-        longest = max((self.length(s) for s in sequences), default=0)
-        # a power of two, so that few sizes are met while sequences grow
-        width = 1 << (max(1, -(-longest // self.page_size)) - 1).bit_length()
-        made = PagedBatch(self, len(sequences), q_len, width, longest)
+        counts = whole_counts(counts, sequences)
+        made = self._room(counts, [self.length(s) for s in sequences], q_len)
         made.update(sequences, counts)
         return made
+
+    def _room(self, counts: list[int], lengths: list[int], q_len: int | None) -> PagedBatch:
+        """A batch that takes sequences of these lengths, with so many queries."""
+        most = max(0, *counts) if counts else 0
+        q_len = most if q_len is None else whole(q_len, "q_len")
+        if q_len < most:
+            raise ShapeError(
+                f"q_len is {q_len}, but a sequence has {counted(most, 'new token')}: each needs a "
+                "row of query."
+            )
+        longest = max(0, *lengths) if lengths else 0
+        # a power of two, so that few sizes are met while sequences grow
+        width = 1 << (max(1, -(-longest // self.page_size)) - 1).bit_length()
+        return PagedBatch(self, len(counts), q_len, width, longest)
 
     def empty_batch(self, size: int, max_length: int, q_len: int = 1) -> PagedBatch:
         """A batch to be filled by `PagedBatch.update` again and again, in place.
@@ -267,6 +287,7 @@ class PagedKVCache:
     def defragment(self) -> int:
         """Move pages so that the used ones come first; how many moved. Batches made before are
         stale: `update` them."""
+        check_mode(self)
         moves = self.book.compact()
         self._copy(list(moves.items()))
         return len(moves)
@@ -316,11 +337,6 @@ class PagedKVCache:
             raise OptionError(
                 f"layer is {layer}; this cache has layers 0 to {self.num_layers - 1}."
             )
-
-    def _check_counts(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        if len(counts) != len(sequences):
-            given = f"{counted(len(sequences), 'sequence')}, but {counted(len(counts), 'count')}"
-            raise ShapeError(f"{given}; one each.")
 
     def _copy(self, pages: list[tuple[int, int]]) -> None:
         """Copy whole pages of every layer; none is both read and written."""

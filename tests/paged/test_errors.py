@@ -46,7 +46,58 @@ def dropped() -> PagedKVCache:
     return cache
 
 
+def of_inference() -> object:
+    with torch.inference_mode():
+        cache = cache_of(3)
+    return cache.extend([0], 1)
+
+
+def appended(key: object) -> object:
+    return cache_of(3).append([0], key, zeros(1, H, 1, D))  # type: ignore[arg-type]
+
+
 ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
+    "counts that are no ints": (
+        lambda: cache_of(3).extend([0], [1.5]),  # type: ignore[list-item]
+        OptionError,
+        "counts is [1.5]; it must be an int, or an int for each sequence.",
+    ),
+    "a length that is no int": (
+        lambda: cache_of(3).truncate(0, 1.5),  # type: ignore[arg-type]
+        OptionError,
+        "length is 1.5; it must be an int.",
+    ),
+    "fewer rows than tokens": (
+        lambda: cache_of(3).extend([0], 4, q_len=2),
+        ShapeError,
+        "q_len is 2, but a sequence has 4 new tokens: each needs a row of query.",
+    ),
+    "made under inference mode": (
+        of_inference,
+        OptionError,
+        "the cache was made under torch.inference_mode() and can only be written there. Make it "
+        "outside: then it can be written in both.",
+    ),
+    "no tensor": (
+        lambda: appended(None),
+        OptionError,
+        "key is of type NoneType; a cache takes tensors.",
+    ),
+    "complex keys": (
+        lambda: appended(zeros(1, H, 1, D).to(torch.complex64)),
+        DtypeError,
+        "key is torch.complex64; a cache of torch.float32 converts other floating dtypes alone.",
+    ),
+    "keys on another device": (
+        lambda: appended(zeros(1, H, 1, D).to("meta")),
+        DeviceError,
+        "key is on meta, its cache on cpu.",
+    ),
+    "keys of three dimensions": (
+        lambda: appended(zeros(H, 1, D)),
+        ShapeError,
+        "key is [2, 1, 8]; append takes 4 dimensions, [B, Hkv, n, D].",
+    ),
     "negative pool": (
         lambda: PageAllocator(-1),
         OptionError,

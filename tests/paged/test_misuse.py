@@ -1,0 +1,116 @@
+"""What a new user did wrong with caches: refused before anything changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from attnloom import PagedKVCache
+from attnloom.errors import AttnloomError
+
+H, D = 2, 8
+
+
+def new_tokens(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(1, H, n, D).to(dtype)
+
+
+def cache_of_five() -> PagedKVCache:
+    """One sequence of 5 tokens, in pages of 16."""
+    cache = PagedKVCache(8, 16, H, D)
+    cache.append([cache.new()], new_tokens(5), new_tokens(5))
+    return cache
+
+
+K = new_tokens(40)
+REFUSED: dict[str, Callable[[PagedKVCache], object]] = {
+    "counts beyond n": lambda c: c.append([0], K, K, counts=[41]),
+    "negative count": lambda c: c.append([0], K, K, counts=[-1]),
+    "grad": lambda c: c.append([0], K.clone().requires_grad_(), K),
+    "grad of value": lambda c: c.append([0], K, K.clone().requires_grad_()),
+    "numpy": lambda c: c.append([0], K, K.numpy()),  # type: ignore[arg-type]
+    "meta": lambda c: c.append([0], K, K.to("meta")),
+    "complex": lambda c: c.append([0], K.to(torch.complex64), K),
+    "int keys": lambda c: c.append([0], K.int(), K),
+    "three dimensions": lambda c: c.append([0], K[0], K),
+    "q_len too small": lambda c: c.extend([0], 40, q_len=2),
+    "q_len of floats": lambda c: c.extend([0], 40, q_len=40.5),  # type: ignore[arg-type]
+    "float counts": lambda c: c.extend([0], torch.tensor([4.0])),  # type: ignore[arg-type]
+    "reserve of floats": lambda c: c.reserve(0, 40.5),  # type: ignore[arg-type]
+    "more than all pages": lambda c: c.extend([0], 2**40),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_call_took_pages_and_added_tokens(name: str) -> None:
+    cache = cache_of_five()
+    before = cache.keys[0][:8].clone()
+    with pytest.raises(AttnloomError):
+        REFUSED[name](cache)
+    assert (cache.length(0), cache.num_free_pages) == (5, 7)
+    assert torch.equal(cache.keys[0][:8].nan_to_num(), before.nan_to_num())
+
+
+def test_a_batch_too_large_for_memory_took_pages() -> None:
+    cache = cache_of_five()
+    with pytest.raises(RuntimeError):
+        cache.extend([0], 40, q_len=2**50)
+    assert (cache.length(0), cache.num_free_pages) == (5, 7)
+
+
+def test_a_refused_value_let_the_key_be_written() -> None:
+    cache = cache_of_five()
+    batch = cache.batch([0], 5)
+    with pytest.raises(AttnloomError):
+        batch.write(new_tokens(5) * 7, new_tokens(4))
+    assert (cache.keys[0][0, :, :5] == 1).all()
+
+
+def test_an_inference_cache_took_pages_outside() -> None:
+    with torch.inference_mode():
+        cache = cache_of_five()
+    with pytest.raises(AttnloomError, match="can only be written there"):
+        cache.append([0], K, K)
+    assert (cache.length(0), cache.num_free_pages) == (5, 7)
+    with torch.inference_mode():
+        cache.append([0], K, K)
+    assert cache.length(0) == 45
+
+
+FOUR: dict[str, object] = {
+    "tensor": torch.tensor([4]),
+    "scalar tensor": torch.tensor(4),
+    "array": np.array([4]),
+    "numpy's int": np.int64(4),
+    "list of tensors": [torch.tensor(4)],
+    "list of numpy's": [np.int64(4)],
+}
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_counts_as_tensors_and_arrays_poisoned_the_cache(name: str) -> None:
+    cache = cache_of_five()
+    four = FOUR[name]
+    cache.extend([0], four)  # type: ignore[arg-type]
+    saved = cache.length(0)
+    cache.append([0], new_tokens(4), new_tokens(4), counts=four)  # type: ignore[arg-type]
+    cache.batch([0], four).update([0], four)  # type: ignore[arg-type]
+    cache.grow([0], four)  # type: ignore[arg-type]
+    assert (saved, cache.length(0)) == (9, 17)
+    json.dumps(cache.book.state())  # ints of Python alone
+
+
+@pytest.mark.parametrize("four", [torch.tensor(4), np.int64(4)])
+def test_lengths_as_tensors_poisoned_the_cache(four: int) -> None:
+    cache = cache_of_five()
+    cache.fork(0, four)
+    cache.truncate(0, four)
+    cache.reserve(0, four * 5)
+    cache.drop_before(0, four)
+    cache.extend([0, 1], 1, q_len=four)
+    assert type(cache.length(0)) is type(cache.length(1)) is int
+    json.dumps(cache.book.state())
