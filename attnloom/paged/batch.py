@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, counted
-from attnloom.paged.book import DROPPED, whole_counts
+from attnloom.paged.book import DROPPED, Mark, PageBook, whole_counts
 from attnloom.paged.staged import StagedInts
 from attnloom.paged.table import PagedKV, PageTable
 
@@ -21,7 +21,9 @@ class PagedBatch:
     """Sequences of a PagedKVCache and their newest tokens, for one step of a model.
 
     Made by `PagedKVCache.extend`, `append`, `batch` and `empty_batch`. `write` stores the keys and
-    values of the step's tokens, `layer` is what flex_attention takes.
+    values of the step's tokens, `layer` is what flex_attention takes. Once one of its sequences was
+    freed, cut, moved or given copies of pages, its pages may be another's: both refuse, until
+    `update`.
 
     Attributes:
         cache: whose sequences they are.
@@ -55,6 +57,9 @@ class PagedBatch:
             tensors["lengths"], tensors["counts"], tensors["pages"], cache.page_size, max_length
         )
         self._layers: dict[int, PagedKV] = {}
+        self._book: PageBook = cache.book
+        self._marks: list[Mark] = []
+        self._losses = cache.book.losses  # when the marks were last known to be true
 
     @property
     def size(self) -> int:
@@ -101,6 +106,21 @@ class PagedBatch:
         self._place(into)
         self._staged.take(staging)
         self.sequences = tuple(sequences)
+        self._book = self.cache.book
+        self._marks, self._losses = self._book.marks(sequences), self._book.losses
+
+    def _check_fresh(self) -> None:
+        book = self.cache.book
+        if book is self._book and book.losses == self._losses:
+            return
+        lost = 0 if book is not self._book else book.lost(self._marks)
+        if lost is not None and self._marks:
+            raise OptionError(
+                f"this batch still has the old pages of sequence {self.sequences[lost]}, which "
+                "was freed, cut, moved, or given copies of shared pages since; they may be "
+                "another's now. Make a new batch, or `update` this one."
+            )
+        self._book, self._losses = book, book.losses
 
     def _place(self, into: dict[str, np.ndarray]) -> None:
         """Fill in what follows from lengths, counts and pages."""
@@ -122,7 +142,9 @@ class PagedBatch:
             value: [B, Hkv, Q_LEN, Dv].
         Raises:
             ShapeError: other sizes.
+            OptionError: the batch is stale: its sequences lost pages since.
         """
+        self._check_fresh()
         heads = self.cache.num_kv_heads
         stored = self.cache.layer_rows(layer)
         check_new(self.cache, key, value)
@@ -139,7 +161,12 @@ class PagedBatch:
             rows.index_copy_(0, self.rows.flatten(), flat.to(rows.dtype))
 
     def layer(self, layer: int = 0) -> PagedKV:
-        """Keys and values of a layer, for flex_attention(query, batch.layer(i))."""
+        """Keys and values of a layer, for flex_attention(query, batch.layer(i)).
+
+        Raises:
+            OptionError: the batch is stale: its sequences lost pages since.
+        """
+        self._check_fresh()
         found = self._layers.get(layer)
         if found is None:
             found = PagedKV(*self.cache.layer_tensors(layer), self.table)

@@ -52,10 +52,15 @@ def whole_counts(counts: Any, sequences: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class _Entry:
-    """pages: of the tokens in order, at least those of `length` tokens; DROPPED at the front."""
+    """pages: of the tokens in order, at least those of `length` tokens; DROPPED at the front.
+    lost: how often one that held tokens was given up, or another took its place."""
 
     pages: array[int] = field(default_factory=lambda: array(_INT32))
     length: int = 0
+    lost: int = 0
+
+
+Mark = tuple[_Entry, int]
 
 
 class PageBook:
@@ -70,6 +75,7 @@ class PageBook:
         self.allocator = PageAllocator(num_pages)
         self._entries: dict[int, _Entry] = {}
         self._next = 0
+        self.losses = 0  # of all sequences
 
     @property
     def sequences(self) -> list[int]:
@@ -123,6 +129,7 @@ class PageBook:
         fresh = self.allocator.allocate(needed + len(unshared))
         copies = []
         for entry, place in unshared:
+            self._lose(entry)
             old, entry.pages[place] = entry.pages[place], fresh.pop()
             copies.append((old, entry.pages[place]))
             self.allocator.release([old])
@@ -162,6 +169,8 @@ class PageBook:
         kept = self._num_pages(length)
         gone = entry.pages[kept:]
         del entry.pages[kept:]
+        if length < entry.length:
+            self._lose(entry)
         entry.length = length
         self.allocator.release(p for p in gone if p != DROPPED)
 
@@ -180,6 +189,8 @@ class PageBook:
         gone = [entry.pages[i] for i in places if entry.pages[i] != DROPPED]
         for i in places:
             entry.pages[i] = DROPPED
+        if gone:
+            self._lose(entry)
         self.allocator.release(gone)
         return len(gone)
 
@@ -188,6 +199,7 @@ class PageBook:
         sequences = list(sequences)
         entries = [self._entry(s) for s in dict.fromkeys(sequences)]
         for entry in entries:
+            self._lose(entry)
             self.allocator.release(p for p in entry.pages if p != DROPPED)
         for sequence in sequences:
             self._entries.pop(sequence, None)
@@ -197,8 +209,18 @@ class PageBook:
         moves = self.allocator.compaction()
         self.allocator.move(moves)
         for entry in self._entries.values():
+            if not moves.keys().isdisjoint(entry.pages):
+                self._lose(entry)
             entry.pages = array(_INT32, [moves.get(page, page) for page in entry.pages])
         return moves
+
+    def marks(self, sequences: Sequence[int]) -> list[Mark]:
+        """What `lost` compares with: how these sequences are now."""
+        return [(entry, entry.lost) for entry in map(self._entry, sequences)]
+
+    def lost(self, marks: Sequence[Mark]) -> int | None:
+        """The first of the marks whose sequence lost a page since, by its place."""
+        return next((i for i, (entry, then) in enumerate(marks) if entry.lost != then), None)
 
     def check(self) -> None:
         """AssertionError unless the owners of every page are the sequences that list it."""
@@ -254,6 +276,10 @@ class PageBook:
                 f"its first {counted(length, 'token')}. Drop pages only as far back as it may be "
                 "cut."
             )
+
+    def _lose(self, entry: _Entry) -> None:
+        entry.lost += 1
+        self.losses += 1
 
     def _add(self, entry: _Entry) -> int:
         name = self._next

@@ -285,8 +285,8 @@ class PagedKVCache:
         self.book.free([sequences] if isinstance(sequences, int) else sequences)
 
     def defragment(self) -> int:
-        """Move pages so that the used ones come first; how many moved. Batches made before are
-        stale: `update` them."""
+        """Move pages so that the used ones come first; how many moved. Batches whose pages
+        moved are stale: `update` them."""
         check_mode(self)
         moves = self.book.compact()
         self._copy(list(moves.items()))

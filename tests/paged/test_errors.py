@@ -52,11 +52,25 @@ def of_inference() -> object:
     return cache.extend([0], 1)
 
 
+def stale() -> object:
+    cache = cache_of(3)
+    batch = cache.batch([0])
+    cache.free(0)
+    return batch.layer()
+
+
 def appended(key: object) -> object:
     return cache_of(3).append([0], key, zeros(1, H, 1, D))  # type: ignore[arg-type]
 
 
 ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
+    "stale batch": (
+        stale,
+        OptionError,
+        "this batch still has the old pages of sequence 0, which was freed, cut, moved, or given "
+        "copies of shared pages since; they may be another's now. Make a new batch, or `update` "
+        "this one.",
+    ),
     "counts that are no ints": (
         lambda: cache_of(3).extend([0], [1.5]),  # type: ignore[list-item]
         OptionError,

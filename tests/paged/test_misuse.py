@@ -114,3 +114,62 @@ def test_lengths_as_tensors_poisoned_the_cache(four: int) -> None:
     cache.extend([0, 1], 1, q_len=four)
     assert type(cache.length(0)) is type(cache.length(1)) is int
     json.dumps(cache.book.state())
+
+
+def free(cache: PagedKVCache) -> None:
+    cache.free(0)
+
+
+def copy_on_write(cache: PagedKVCache) -> None:
+    cache.fork(0, 36)
+    cache.extend([0], 1)
+
+
+def load(cache: PagedKVCache) -> None:
+    cache.load_state_dict(cache.state_dict())
+
+
+STALE: dict[str, Callable[[PagedKVCache], object]] = {
+    "free": free,
+    "truncate": lambda c: c.truncate(0, 2),
+    "drop_before": lambda c: c.drop_before(0, 33),
+    "defragment": lambda c: (c.free(1), c.defragment()),
+    "copy on write": copy_on_write,
+    "load": load,
+}
+
+
+def two_sequences() -> PagedKVCache:
+    """1 lies before 0, of 40 tokens each."""
+    cache = PagedKVCache(8, 16, H, D)
+    first, second = cache.new(), cache.new()
+    for sequence in (second, first):
+        cache.append([sequence], K, K)
+    return cache
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_a_stale_batch_read_and_wrote_pages_of_another_sequence(name: str) -> None:
+    cache = two_sequences()
+    batch = cache.empty_batch(1, 64)
+    batch.update([0], [1])
+    STALE[name](cache)
+    for use in (batch.layer, lambda: batch.write(new_tokens(1), new_tokens(1))):
+        with pytest.raises(AttnloomError, match="old pages of sequence 0"):
+            use()
+    live = 0 if 0 in cache.sequences else 1
+    batch.update([live], [1])
+    batch.write(new_tokens(1), new_tokens(1))
+    batch.layer()
+
+
+def test_a_batch_outlives_what_other_sequences_do() -> None:
+    cache = two_sequences()
+    batch = cache.batch([0], 1)
+    cache.extend([0], 30)
+    cache.free(1)
+    cache.reserve(0, 100)
+    cache.extend([cache.new()], 9)
+    batch.write(new_tokens(1), new_tokens(1))
+    assert batch.layer() is batch.layer()
+    assert cache.batch([], []).layer() is not None
