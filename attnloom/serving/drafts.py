@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from attnloom.errors import OptionError
+from attnloom.errors import OptionError, counted
 
 _INT64 = "q"
 
@@ -20,10 +20,20 @@ class DraftTree:
     Attributes:
         tokens: of each node.
         parents: of each node, an earlier one; -1 for those that follow the sequence directly.
+    Raises:
+        OptionError: that is no tree.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        whole = len(self.tokens) == len(self.parents)
+        if not whole or any(not -1 <= p < i for i, p in enumerate(self.parents)):
+            raise OptionError(
+                f"parents is {self.parents} for {counted(len(self.tokens), 'token')}; one each: an "
+                "earlier node, or -1."
+            )
 
     def depths(self) -> list[int]:
         """1 for those that follow the sequence directly, and so on."""
@@ -52,7 +62,8 @@ class DraftTree:
 
 
 class Drafter(Protocol):
-    """Guesses what follows."""
+    """Guesses what follows. One that raises, or returns what is no tree of the model's tokens, is
+    warned of and its guess dropped: the engine goes on without."""
 
     def propose(self, tokens: Items[int]) -> DraftTree | None:
         """A tree of what may follow these tokens; None where there is no idea."""

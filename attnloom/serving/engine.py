@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attnloom.errors import OptionError, RequestError, counted
 from attnloom.paged import PagedKVCache
 from attnloom.serving.decoder import Decoder
-from attnloom.serving.drafts import Drafter
+from attnloom.serving.drafts import Drafter, DraftTree
 from attnloom.serving.metrics import Metrics
 from attnloom.serving.request import Finish, Output, Request, SamplingParams, Sequence
 from attnloom.serving.runner import ModelRunner
@@ -194,7 +195,25 @@ class Engine:
             return
         for sequence in self.scheduler.running:
             one = sequence.num_pending == 1
-            sequence.draft = self._drafter.propose(sequence.tokens) if one else None
+            sequence.draft = self._draft(self._drafter, sequence) if one else None
+
+    def _draft(self, drafter: Drafter, sequence: Sequence) -> DraftTree | None:
+        """What a drafter says; None, with a warning, if it is of no use."""
+        vocab_size = self._runner.model.config.vocab_size
+        try:
+            draft = drafter.propose(sequence.tokens)
+            if draft is None:
+                return None
+            if not isinstance(draft, DraftTree):
+                problem = f"it is a {type(draft).__name__}, not a DraftTree"
+            elif all(0 <= token < vocab_size for token in draft.tokens):
+                return draft
+            else:
+                problem = f"{draft.tokens} are not all of the model's {vocab_size} tokens"
+        except Exception as error:  # of a user's code: a guess that fails costs time alone
+            problem = f"{type(error).__name__}: {error}"
+        warnings.warn(f"a draft of {type(drafter).__name__} is dropped: {problem}", stacklevel=4)
+        return None
 
     def _advance(self, chunks: list[Chunk], drawn: list[list[int]]) -> list[list[int]]:
         """Note what the cache holds now; the tokens that each chunk gives to its sequence."""

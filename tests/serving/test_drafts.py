@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -144,3 +145,36 @@ def test_requests_with_and_without_drafts_share_a_step(model: Decoder) -> None:
         for output in engine.step():
             found[output.name] += output.tokens
     assert [found[name] for name in names] == want
+
+
+class Wrong:
+    """A drafter with a mistake."""
+
+    def __init__(self, propose: Callable[[], Any]) -> None:
+        self.wrong = propose
+
+    def propose(self, tokens: Sequence[int]) -> DraftTree | None:
+        return self.wrong()
+
+
+MISTAKES: dict[str, Callable[[], Any]] = {
+    "token beyond the vocabulary": lambda: DraftTree((10**6,), (-1,)),
+    "token below 0": lambda: DraftTree((-1,), (-1,)),
+    "child before its parent": lambda: DraftTree((1, 2), (1, -1)),
+    "parent that is none": lambda: DraftTree((1,), (5,)),
+    "unequal lengths": lambda: DraftTree((1, 2), (-1,)),
+    "list": lambda: [1, 2],
+    "exception": lambda: 1 // 0,
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wrong_drafter_left_the_engine_busy_forever(name: str) -> None:
+    model, params = tiny(LLAMA), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    given = prompt(9, 0)
+    want = Engine(model, None, LIMITS, num_pages=32, page_size=16).generate([given], params)
+    drafter = Wrong(MISTAKES[name])
+    engine = Engine(model, None, LIMITS, num_pages=32, page_size=16, drafter=drafter)
+    with pytest.warns(UserWarning, match="a draft of Wrong is dropped"):
+        assert engine.generate([given], params) == want
+    assert not engine.busy

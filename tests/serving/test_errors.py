@@ -11,6 +11,7 @@ import pytest
 from attnloom.errors import AttnloomError, OptionError
 from attnloom.serving import (
     ByteTokenizer,
+    DraftTree,
     Engine,
     Limits,
     ModelConfig,
@@ -187,6 +188,11 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
         lambda: NgramDrafter(branches=0),
         OptionError,
         "ngram, branches and depth are 3, 0 and 5; each must be 1 or more.",
+    ),
+    "no tree": (
+        lambda: DraftTree((5, 6), (1, -1)),
+        OptionError,
+        "parents is (1, -1) for 2 tokens; one each: an earlier node, or -1.",
     ),
     "range": (
         lambda: SamplingParams(temperature=-1),
