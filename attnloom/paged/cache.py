@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import OptionError, ShapeError, counted
+from attnloom.errors import DtypeError, OptionError, ShapeError, counted
 from attnloom.paged.batch import PagedBatch, check_mode, check_new
 from attnloom.paged.book import PageBook, whole, whole_counts
 from attnloom.paged.table import PagedKV, check_page_size
@@ -128,7 +128,10 @@ class PagedKVCache:
             OutOfPagesError: there are not enough.
         """
         check_mode(self)
-        more = max(0, whole(length, "length") - self.book.length(sequence))
+        length = whole(length, "length")
+        if length < 0:
+            raise ShapeError(f"length is {length}; a sequence has 0 tokens or more.")
+        more = max(0, length - self.book.length(sequence))
         self._copy(self.book.extend([sequence], [more], reserve_only=True))
 
     def extend(
@@ -308,8 +311,17 @@ class PagedKVCache:
         """Become the cache whose `state_dict` this is.
 
         Raises:
+            OptionError: it is no state of a cache.
             ShapeError: it has other sizes.
+            DtypeError: its keys or values have another dtype.
         """
+        check_mode(self)
+        fields = ("book", "used", "keys", "values")
+        if not isinstance(state, Mapping) or any(field not in state for field in fields):
+            raise OptionError(
+                "state is not what state_dict of a cache gives: a dict of book, used, keys and "
+                "values."
+            )
         book = PageBook.from_state(state["book"])
         index = torch.tensor(state["used"], dtype=torch.int64, device=self.device)
         pairs = [
@@ -327,6 +339,12 @@ class PagedKVCache:
                 f"{counted(book.page_size, 'token')} and {counted(len(state['keys']), 'layer')} of "
                 f"{list(state['keys'][0].shape[1:])}; this cache {self.book.allocator.num_pages} "
                 f"of {self.page_size} and {self.num_layers} of {list(self.keys[0].shape[1:])}."
+            )
+        other = next((new.dtype for old, new in pairs if new.dtype != old.dtype), None)
+        if other is not None:
+            raise DtypeError(
+                f"the state holds {other}, this cache {self.keys[0].dtype}. Make it with the dtype "
+                "of the one that was saved."
             )
         for stored, saved in pairs:
             stored[index] = saved.to(stored)

@@ -71,6 +71,24 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
         "copies of shared pages since; they may be another's now. Make a new batch, or `update` "
         "this one.",
     ),
+    "room for less than nothing": (
+        lambda: cache_of(3).reserve(0, -1),
+        ShapeError,
+        "length is -1; a sequence has 0 tokens or more.",
+    ),
+    "no state": (
+        lambda: cache_of(3).load_state_dict({}),
+        OptionError,
+        "state is not what state_dict of a cache gives: a dict of book, used, keys and values.",
+    ),
+    "state of another dtype": (
+        lambda: PagedKVCache(4, 16, H, D, dtype=torch.float16).load_state_dict(
+            cache_of(3).state_dict()
+        ),
+        DtypeError,
+        "the state holds torch.float32, this cache torch.float16. Make it with the dtype of the "
+        "one that was saved.",
+    ),
     "counts that are no ints": (
         lambda: cache_of(3).extend([0], [1.5]),  # type: ignore[list-item]
         OptionError,

@@ -173,3 +173,18 @@ def test_a_batch_outlives_what_other_sequences_do() -> None:
     batch.write(new_tokens(1), new_tokens(1))
     assert batch.layer() is batch.layer()
     assert cache.batch([], []).layer() is not None
+
+
+@pytest.mark.parametrize("state", [None, {}, {"book": 1}])
+def test_no_state_at_all_gave_a_key_error(state: dict[str, object]) -> None:
+    cache = cache_of_five()
+    with pytest.raises(AttnloomError, match="not what state_dict of a cache gives"):
+        cache.load_state_dict(state)
+    assert cache.length(0) == 5
+
+
+def test_a_state_of_another_dtype_was_converted() -> None:
+    cache = PagedKVCache(8, 16, H, D, dtype=torch.float16)
+    with pytest.raises(AttnloomError, match=r"holds torch\.float32, this cache torch\.float16"):
+        cache.load_state_dict(cache_of_five().state_dict())
+    assert not cache.sequences
