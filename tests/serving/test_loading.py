@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,10 @@ def test_an_engine_from_a_folder(tmp_path: Path) -> None:
     save(tmp_path, LLAMA, weights_of(LLAMA))
     letters = {chr(97 + i): i for i in range(26)}
     tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(tmp_path / "tokenizer.json"))
-    engine = build_engine(
-        ServeConfig(tmp_path, device="cpu", max_length=4096, cache_bytes=1 << 20, speculate=True)
-    )
+    config = ServeConfig(tmp_path, device="cpu", cache_bytes=1 << 20, speculate=True)
+    with pytest.raises(OptionError, match="max_length is 4096, but the model knows 512 positions"):
+        build_engine(replace(config, max_length=4096))
+    engine = build_engine(config)
     assert engine.limits.max_length == 512  # as many positions as the model knows
     assert engine.tokenizer is not None and engine.tokenizer.encode("cab") == [2, 0, 1]
     (tokens,) = engine.generate([[2, 0, 1]], SamplingParams(max_tokens=8, ignore_eos=True))
