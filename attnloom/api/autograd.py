@@ -25,9 +25,9 @@ Tensors = tuple[torch.Tensor, ...]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tensors]
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_transforms_active = torch._C._are_functorch_transforms_active
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+transforms_active = torch._C._are_functorch_transforms_active
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def attention(
@@ -47,14 +47,9 @@ def attention(
     """
     if forward_ad._current_level >= 0 and _has_tangent((query, key, value, *tensors)):
         return composite.attend(launch, query, key, value, tensors)
-    if _transforms_active():
+    if transforms_active():
         function: Any = _TransformedAttention
-    elif torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or any(x.requires_grad for x in tensors)
-    ):
+    elif _wants_grad(query, key, value, tensors):
         function = _EagerAttention
     else:
         return _run_forward(launch, query, key, value, tensors, want_max_scores)
@@ -75,31 +70,35 @@ def attention_again(
     again = launch.again
     run = None if again is None else again.forwards.get((want_max_scores, False))
     if run is not None and forward_ad._current_level < 0:
-        grad = torch.is_grad_enabled() and (
-            query.requires_grad
-            or key.requires_grad
-            or value.requires_grad
-            or any([x.requires_grad for x in tensors])  # noqa: C419 - a list is faster
-        )
+        grad = _wants_grad(query, key, value, tensors)
         result = None if grad else run(query, key, value, tensors)
         if result is not None:
             return result.out, result.lse, result.max_scores
     return attention(launch, query, key, value, tensors, want_max_scores)
 
 
+def _wants_grad(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tensors: Tensors
+) -> bool:
+    return torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or any([x.requires_grad for x in tensors])  # noqa: C419 - a list is faster
+    )
+
+
 def _has_tangent(inputs: Tensors) -> bool:
     # Inside functorch the level that carries the tangent may be wrapped by others: assume one.
-    return _transforms_active() or any(
-        forward_ad.unpack_dual(x).tangent is not None for x in inputs
-    )
+    return transforms_active() or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
 def _needs_operators(query: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether a dispatch mode or a tensor subclass has to see the registered operators."""
-    if _num_dispatch_modes() or query.is_meta or type(query) not in _PLAIN_TYPES:
+    if num_dispatch_modes() or query.is_meta or type(query) not in PLAIN_TYPES:
         return True
     for x in others:  # noqa: SIM110 - a generator would double the time of this
-        if type(x) not in _PLAIN_TYPES:
+        if type(x) not in PLAIN_TYPES:
             return True
     return False
 
@@ -175,7 +174,7 @@ def _backward(
         return (None,) * (5 + len(tensors))
     if dout is None:
         dout = torch.zeros_like(out)
-    if _transforms_active() or torch.is_grad_enabled():
+    if transforms_active() or torch.is_grad_enabled():
         # The gradients are wanted as differentiable functions of what they depend on.
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         grads = _gradient(launch, query, key, value, *tensors, out, lse, dout, dlse)
@@ -188,7 +187,7 @@ def _backward(
 
 def _gradient(launch: Launch, *inputs: torch.Tensor) -> Tensors:
     """The backward as a differentiable function; inputs as for _gradient_forward."""
-    function: Any = _TransformedGradient if _transforms_active() else _EagerGradient
+    function: Any = _TransformedGradient if transforms_active() else _EagerGradient
     return function.apply(launch, *inputs)
 
 

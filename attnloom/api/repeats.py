@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnloom.api.autograd import PLAIN_TYPES, num_dispatch_modes, transforms_active
 from attnloom.api.launch import Launch
 from attnloom.backends.registry import Again
 from attnloom.block_mask import BlockLists, BlockMask
@@ -31,14 +32,11 @@ from attnloom.plan.problem import compute_type
 from attnloom.trace import captures, snapshots
 from attnloom.trace.snapshots import Snapshot
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _LIMIT = 1024
 _MOST_MET = 4096
 _VARIANTS = 8  # of one key: layers whose mods differ in numbers, say
 _MOST_MISSES = 64  # of one key, beyond its hits: mods that are never the same again
 _UNKNOWN_KIND = 20  # misses that count for one whose mods are not taken
-_transforms_active = torch._C._are_functorch_transforms_active
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _Tensors = tuple[torch.Tensor, ...]
 
 
@@ -97,11 +95,11 @@ def key_of(call: Call) -> tuple[object, ...] | None:
     """What calls are looked up by; None for calls that are not."""
     query, key, value, score_mod, block_mask, scale, enable_gqa, options = call
     if (
-        type(query) not in _PLAIN_TYPES
-        or type(key) not in _PLAIN_TYPES
-        or type(value) not in _PLAIN_TYPES
-        or _transforms_active()
-        or _num_dispatch_modes()
+        type(query) not in PLAIN_TYPES
+        or type(key) not in PLAIN_TYPES
+        or type(value) not in PLAIN_TYPES
+        or transforms_active()
+        or num_dispatch_modes()
         or not (block_mask is None or type(block_mask) is BlockMask)
         or not (enable_gqa is False or enable_gqa is True)
         or not (scale is None or type(scale) is float)

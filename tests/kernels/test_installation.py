@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import cache
 
-from attnloom.backends.triton import installation
+from attnloom.backends.triton import disk, installation
 
 
 @pytest.fixture
@@ -96,3 +96,11 @@ def test_the_digest_is_tritons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with installation.hashed_once():
             assert cache.triton_key() == installation._hashing()
         installation._digest.cache_clear()
+
+
+def test_a_cache_folder_below_home_was_taken_literally(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ATTNLOOM_CACHE_DIR", "~/kept")
+    assert disk.folder("fragments") == tmp_path / "kept" / "fragments"

@@ -6,16 +6,12 @@ import os
 import tempfile
 from pathlib import Path
 
+from attnloom.backends.cpu.cache import default_folder
+
 
 def folder(name: str) -> Path:
     """A folder in attnloom's cache, which exists."""
-    root = os.environ.get("ATTNLOOM_CACHE_DIR")
-    base = (
-        Path(root)
-        if root
-        else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "attnloom"
-    )
-    found = base / name
+    found = default_folder() / name
     found.mkdir(parents=True, exist_ok=True)
     return found
 

@@ -57,7 +57,7 @@ def _digest() -> str | None:
         return None
     try:
         return kept(_hashing, _ROOT)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: no home folder
         return None
 
 
