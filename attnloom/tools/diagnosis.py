@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,9 +168,9 @@ def inspect_cache(path: Path) -> CacheFolder:
     problem, kernels, size = "", 0, 0
     try:
         cache.check_trusted(path)
-        files = [f for f in path.rglob("*") if f.is_file()]
-        kernels = sum(f.name == cache.KERNEL for f in files)
-        size = sum(f.stat().st_size for f in files)
+        sizes = list(_files(path))
+        kernels = sum(name == cache.KERNEL for name, _ in sizes)
+        size = sum(size for _, size in sizes)
     except CacheError as error:
         problem = str(error)
     except OSError as error:
@@ -177,6 +178,14 @@ def inspect_cache(path: Path) -> CacheFolder:
     if not problem and not os.access(path, os.W_OK | os.X_OK):
         problem = f"the kernel cache '{path}' cannot be written by you."
     return CacheFolder(str(path), True, kernels, size, problem)
+
+
+def _files(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each file below `path`, less what other processes remove meanwhile."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield name, (Path(folder) / name).lstat().st_size
 
 
 def _cannot_make(path: Path) -> str:

@@ -40,7 +40,10 @@ def test_a_cxx_that_does_not_exist(monkeypatch, fresh_toolchain):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     found = attnloom.doctor(run=False)
     assert not found.healthy
-    (finding,) = (f for f in found.findings if f.serious)
+    # Whatever else the machine lacks (room for kernels, say) is found too.
+    (finding,) = diagnosis._compiler_findings(found.compiler)
+    assert finding in found.findings
+    assert finding.serious
     assert finding.what.startswith("CXX is '/no/such/compiler', but there is no such program.")
 
 
@@ -74,6 +77,25 @@ def test_cache_that_holds_kernels(tmp_path):
         (folder / name / cache.KERNEL).write_bytes(b"x" * 100)
     state = inspect_cache(folder)
     assert (state.exists, state.num_kernels, state.total_bytes, state.problem) == (True, 2, 200, "")
+
+
+def test_files_that_vanish_while_the_cache_is_counted(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels"
+    (folder / "staging").mkdir(mode=0o700, parents=True)
+    folder.chmod(0o700)
+    for name in ("kept", "gone"):
+        (folder / "staging" / name).write_bytes(b"x" * 100)
+    walk = os.walk
+
+    def walk_and_remove(path):
+        for found in walk(path):
+            if "gone" in found[2]:
+                (folder / "staging" / "gone").unlink()
+            yield found
+
+    monkeypatch.setattr(os, "walk", walk_and_remove)
+    state = inspect_cache(folder)
+    assert (state.problem, state.total_bytes) == ("", 100)
 
 
 def test_cache_that_others_can_write_to(tmp_path):
