@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -158,8 +159,16 @@ class Engine:
         return True
 
     def step(self) -> list[Output]:
-        """Run the model once; what it adds to each request that it adds something to."""
+        """Run the model once; what it adds to each request that it adds something to. After an
+        error requests are still there, and the next step computes them anew."""
         self._propose()
+        try:
+            return self._step()
+        except BaseException:  # an interrupt too: pages were extended that hold nothing yet
+            self.scheduler.preempt_all()
+            raise
+
+    def _step(self) -> list[Output]:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
@@ -179,16 +188,31 @@ class Engine:
     def generate(
         self, prompts: Iterable[tuple[int, ...] | list[int]], params: SamplingParams | None = None
     ) -> list[list[int]]:
-        """Output tokens of some prompts, in their order. Further requests go on meanwhile, and
-        their outputs are lost."""
+        """Output tokens of any number of prompts, in their order. They are queued as room appears,
+        behind requests that wait already; those go on meanwhile, and their outputs are lost.
+
+        Raises:
+            RequestError: a prompt can never be served; none was begun. Whatever else ends this call
+                early, a step's error or an interrupt, cancels those of its requests that run or
+                wait.
+        """
         params = params or SamplingParams()
-        names = [self.add(Request(tuple(prompt), params)) for prompt in prompts]
-        found: dict[str, list[int]] = {name: [] for name in names}
-        while any(name in self._served for name in names):
-            for output in self.step():
-                if output.name in found:
-                    found[output.name] += output.tokens
-        return [found[name] for name in names]
+        requests = [Request(tuple(prompt), params) for prompt in prompts]
+        for request in requests:
+            self.check(request)
+        found: dict[str, list[int]] = {request.name: [] for request in requests}
+        coming = deque(requests)
+        try:
+            while coming or not found.keys().isdisjoint(self._served):
+                while coming and self.scheduler.num_room:
+                    self.add(coming.popleft())
+                for output in self.step():
+                    if output.name in found:
+                        found[output.name] += output.tokens
+        finally:
+            for name in found:
+                self.cancel(name)
+        return list(found.values())
 
     def _propose(self) -> None:
         if self._drafter is None:

@@ -65,13 +65,18 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
+    @property
+    def num_room(self) -> int:
+        """Requests that may be queued now."""
+        return max(0, self.limits.max_waiting - len(self.waiting))
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
         Raises:
             OverloadedError: the queue is full.
         """
-        if len(self.waiting) >= self.limits.max_waiting:
+        if not self.num_room:
             raise OverloadedError(
                 f"{counted(len(self.waiting), 'request', 'are')} waiting, the most allowed; try "
                 "again later."
@@ -87,6 +92,12 @@ class Scheduler:
         if sequence.cached is not None:
             self.prefixes.end(sequence.cached)
             sequence.cached = None
+
+    def preempt_all(self) -> None:
+        """Let all running sequences wait again, in their order: what the cache holds of them is
+        not known after a step that failed."""
+        while self.running:
+            self._preempt(self.running[-1])
 
     def computed(self, sequence: Sequence, num_computed: int) -> None:
         """Note how many tokens of a sequence the cache holds now."""

@@ -272,3 +272,108 @@ def test_any_order_of_events(model: Decoder, seed: int) -> None:
     while engine.scheduler.prefixes.give_up_one():
         pass
     assert engine.cache.num_free_pages == 9 and not engine.cache.sequences
+
+
+def left_nothing(engine: Engine) -> bool:
+    """Whether nobody runs or waits and no page is lost."""
+    engine.cache.book.check()
+    while engine.scheduler.prefixes.give_up_one():
+        pass
+    return not engine.busy and not engine.scheduler.waiting and not engine.cache.sequences
+
+
+def test_generate_takes_more_prompts_than_may_wait(llama: Decoder) -> None:
+    """It raised OverloadedError, and left the first ones in the queue."""
+    engine = make(llama, max_waiting=2, max_running=2)
+    prompts = [prompt(1 + seed % 7, seed) for seed in range(9)]
+    most = 0
+    add = engine.scheduler.add
+
+    def counting(sequence: Any) -> None:
+        nonlocal most
+        add(sequence)
+        most = max(most, len(engine.scheduler.waiting))
+
+    engine.scheduler.add = counting  # type: ignore[method-assign]
+    assert engine.generate(prompts, greedy(5)) == [alone(llama, t, 5) for t in prompts]
+    assert most == 2 and engine.metrics.requests == 9 and left_nothing(engine)
+
+
+def test_generate_waits_behind_a_full_queue(llama: Decoder) -> None:
+    engine = make(llama, max_waiting=1, max_running=1)
+    other = engine.add(Request(tuple(prompt(9, 1)), greedy(4)))
+    assert engine.generate([prompt(5, 2), prompt(6, 3)], greedy(3)) == [
+        alone(llama, prompt(5, 2), 3),
+        alone(llama, prompt(6, 3), 3),
+    ]
+    assert not engine.cancel(other) and left_nothing(engine)  # it ended meanwhile
+
+
+def test_generate_begins_none_if_one_cannot_be_served(llama: Decoder) -> None:
+    """Those in front of it stayed in the queue for ever."""
+    engine = make(llama, max_waiting=1)
+    with pytest.raises(RequestError, match="token 300 is not one of"):
+        engine.generate([[1, 2], [3], [300]], greedy(2))
+    assert engine.metrics.requests == 0 and not engine.busy
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_error_in_generate_cancels_its_requests_alone(
+    llama: Decoder, error: type[BaseException]
+) -> None:
+    """Others go on, with the text that they would have had: the failed step had counted a token
+    that the cache did not hold."""
+    engine = make(llama, max_waiting=3, max_running=2)
+    other = engine.add(Request(tuple(prompt(20, 1)), greedy(12)))
+    run_model, calls = engine._runner.run, 0
+
+    def failing(chunks: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        logits = run_model(chunks)
+        if calls == 4:
+            raise error
+        return logits
+
+    before = [token for output in engine.step() for token in output.tokens]
+    engine._runner.run = failing  # type: ignore[method-assign]
+    add = engine.add
+    names: list[str] = []
+    engine.add = lambda request: names.append(add(request)) or names[-1]  # type: ignore
+    with pytest.raises(error):
+        engine.generate([prompt(5, s) for s in range(6)], greedy(3))
+    assert 3 <= len(names) < 6 and not any(engine.cancel(name) for name in names)
+    assert engine.busy
+    heard = before + run(engine)[other]
+    assert heard == alone(llama, prompt(20, 1), 12)[:1] + alone(llama, prompt(20, 1), 12)[4:]
+    assert left_nothing(engine)
+
+
+def test_a_step_that_failed_can_be_made_again(model: Decoder) -> None:
+    """Sequences had one more token in the cache than were computed, and every later one was
+    attended to in a wrong place."""
+    engine = make(model, max_step_tokens=30)
+    names = [engine.add(Request(tuple(t), greedy(8))) for t in PROMPTS]
+    run_model, found = engine._runner.run, dict.fromkeys(names, ())
+    for step in range(200):
+        fails = step % 3 == 2
+
+        def sometimes(chunks: Any, fails: bool = fails) -> Any:
+            logits = run_model(chunks)
+            if fails:
+                raise MemoryError
+            return logits
+
+        engine._runner.run = sometimes  # type: ignore[method-assign]
+        try:
+            for output in engine.step():
+                found[output.name] += output.tokens
+        except MemoryError:
+            engine.cache.book.check()
+        if step == 30:
+            break
+    engine._runner.run = run_model  # type: ignore[method-assign]
+    for name, tokens in run(engine).items():
+        found[name] += tuple(tokens)
+    assert [list(found[name]) for name in names] == [alone(model, t, 8) for t in PROMPTS]
+    assert left_nothing(engine)
