@@ -18,6 +18,7 @@ import torch
 from attnloom.api.attention import flex_attention
 from attnloom.api.masks import create_block_mask
 from attnloom.backends.cpu import cache, toolchain
+from attnloom.backends.folder import check_parents, check_trusted, default_folder
 from attnloom.backends.reference import reference_attention
 from attnloom.errors import AttnloomError, CacheError, counted
 from attnloom.stats import compile_stats
@@ -132,7 +133,7 @@ def doctor(*, run: bool = True, progress: Progress = silent) -> Diagnosis:
     """
     progress("looking at the compiler")
     compiler = _compiler()
-    folder = inspect_cache(cache.default_folder())
+    folder = inspect_cache(default_folder())
     versions = {name: _version(name) for name in _PACKAGES}
     gpus = tuple(_gpu(i) for i in range(torch.cuda.device_count()))
     progress("running a small attention")
@@ -163,11 +164,13 @@ def doctor(*, run: bool = True, progress: Progress = silent) -> Diagnosis:
 
 def inspect_cache(path: Path) -> CacheFolder:
     """State of a kernel cache: what it holds, and whether kernels may be loaded from it."""
-    if not path.exists():
-        return CacheFolder(str(path), False, 0, 0, _cannot_make(path))
+    exists = path.exists()
     problem, kernels, size = "", 0, 0
     try:
-        cache.check_trusted(path)
+        check_parents(path)
+        if not exists:
+            return CacheFolder(str(path), False, 0, 0, _cannot_make(path))
+        check_trusted(path)
         sizes = list(_files(path))
         kernels = sum(name == cache.KERNEL for name, _ in sizes)
         size = sum(size for _, size in sizes)
@@ -177,7 +180,7 @@ def inspect_cache(path: Path) -> CacheFolder:
         problem = f"the kernel cache '{path}' cannot be read: {error}."
     if not problem and not os.access(path, os.W_OK | os.X_OK):
         problem = f"the kernel cache '{path}' cannot be written by you."
-    return CacheFolder(str(path), True, kernels, size, problem)
+    return CacheFolder(str(path), exists, kernels, size, problem)
 
 
 def _files(path: Path) -> Iterator[tuple[str, int]]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import attnloom
+from attnloom.backends import folder as cache_folder
 from attnloom.backends.cpu import build, cache, toolchain
 from attnloom.backends.cpu.forks import threads_lost
 from attnloom.errors import CacheError, CompileError
@@ -30,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache for this process, and a compiler that is looked for anew."""
     chosen = tmp_path / "cache"
     monkeypatch.setenv("ATTNLOOM_CACHE_DIR", str(chosen))
-    monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.setattr(cache_folder, "_warned", False)
     another_process()
     yield chosen
     another_process()
@@ -203,7 +204,7 @@ def test_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("ATTNLOOM_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert cache.default_folder() == Path.home() / ".cache" / "attnloom"
+    assert cache_folder.default_folder() == Path.home() / ".cache" / "attnloom"
 
 
 def test_missing_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -331,7 +332,7 @@ def test_fork_while_another_thread_compiles() -> None:
     holding, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with build._registry, cache._lock:
+        with build._registry, cache_folder._lock:
             build._locks.setdefault(spec.key, threading.Lock()).acquire()
             holding.set()
             release.wait()

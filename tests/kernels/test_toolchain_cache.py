@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from attnloom.backends import folder as cache_folder
 from attnloom.backends.cpu import build, cache
-from attnloom.backends.cpu.cache import KernelCache, check_trusted
+from attnloom.backends.cpu.cache import KernelCache
 from attnloom.errors import CacheError
 from attnloom.stats import compile_stats, reset_compile_stats
 
@@ -26,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache for this process."""
     chosen = tmp_path / "cache"
     monkeypatch.setenv("ATTNLOOM_CACHE_DIR", str(chosen))
-    monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.setattr(cache_folder, "_warned", False)
     cache.shared_cache.cache_clear()
     yield chosen
     cache.shared_cache.cache_clear()
@@ -97,7 +98,7 @@ def test_entry_others_can_write_is_not_loaded(folder: Path) -> None:
 def test_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(CacheError, match=r"belongs to user .*not to you.*Set ATTNLOOM_CACHE_DIR"):
-        check_trusted(tmp_path)
+        cache_folder.check_trusted(tmp_path)
 
 
 def test_folder_that_cannot_be_written_warns_once(
@@ -174,6 +175,6 @@ def test_default_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNLOOM_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert cache.default_folder() == Path("/somewhere/attnloom")
+    assert cache_folder.default_folder() == Path("/somewhere/attnloom")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert cache.default_folder() == Path.home() / "Library" / "Caches" / "attnloom"
+    assert cache_folder.default_folder() == Path.home() / "Library" / "Caches" / "attnloom"

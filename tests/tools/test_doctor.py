@@ -107,6 +107,16 @@ def test_cache_that_others_can_write_to(tmp_path):
     assert "ATTNLOOM_CACHE_DIR" in finding.fix
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_doctor_took_a_cache_that_others_can_replace_for_usable(tmp_path, exists):
+    shared = tmp_path / "shared"
+    (shared / "kernels").mkdir(parents=True, mode=0o700)
+    shared.chmod(0o777)
+    state = inspect_cache(shared / ("kernels" if exists else "others"))
+    assert state.exists is exists
+    assert "where any user can replace it" in state.problem
+
+
 def test_cache_that_is_not_made_yet(tmp_path):
     state = inspect_cache(tmp_path / "a" / "b")
     assert (state.exists, state.problem) == (False, "")

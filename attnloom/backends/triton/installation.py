@@ -3,7 +3,8 @@
 Before it looks for a kernel on disk, Triton hashes its compiler: 0.25 s for a library of 400 MB, of
 the 0.36 s that a first call in a new process took. Here the digest is kept in a file that is named
 after the sizes, times of change and inodes of the files it is made of, and handed to Triton while a
-kernel of ours is looked up.
+kernel of ours is looked up. It decides which compiled kernel runs, so that it is read under the
+rules of backends/folder.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import triton
 from triton.runtime import cache
 
-from attnloom.backends.triton import disk
+from attnloom.backends.folder import TrustedFolder, place
 from attnloom.backends.triton.config import INTERPRETED
 
 _ROOT = Path(triton.__file__).parent
@@ -51,24 +52,19 @@ def hashed_once() -> Iterator[None]:
 
 @functools.cache
 def _digest() -> str | None:
-    """What `triton_key` returns; None for versions of Triton that do it otherwise, and where files
-    cannot be read or written."""
+    """What `triton_key` returns; None for versions of Triton that do it otherwise, and where its
+    files cannot be read."""
     if _hashing is None or not hasattr(_hashing, "cache_info"):
         return None
     try:
         return kept(_hashing, _ROOT)
-    except (OSError, RuntimeError):  # RuntimeError: no home folder
+    except OSError:
         return None
 
 
 def kept(hashing: functools._lru_cache_wrapper[str], root: Path) -> str:
     """The digest of an installation, from its file or computed and kept there."""
-    path = disk.folder("triton") / f"{stamp(root)}.txt"
-    if path.exists():
-        return path.read_text()
-    digest = hashing()
-    disk.write(path, digest)
-    return digest
+    return TrustedFolder(*place()).remember(f"triton-{stamp(root)}", hashing)
 
 
 def stamp(root: Path) -> str:
