@@ -4,6 +4,7 @@ A drop-in for torch.nn.attention.flex_attention: the same names, arguments and r
 """
 
 from attnloom.api.attention import AuxOutput, AuxRequest, flex_attention
+from attnloom.api.jagged import create_nested_block_mask
 from attnloom.api.masks import (
     and_masks,
     create_block_mask,
@@ -37,6 +38,7 @@ __all__ = [
     # attention and masks, named as in torch.nn.attention.flex_attention
     "flex_attention",
     "create_block_mask",
+    "create_nested_block_mask",
     "create_mask",
     "BlockMask",
     "and_masks",

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from attnloom.api import autocast, cached, pipeline, sharded, validate
+from attnloom.api import autocast, cached, jagged, pipeline, sharded, validate
 from attnloom.api.options import FlexKernelOptions
 from attnloom.block_mask import BlockMask
 from attnloom.errors import OptionError
@@ -115,7 +115,9 @@ def flex_attention(
 
     Args:
         query: [B, Hq, Q_LEN, D]; float64, float32, bfloat16 or float16; any strides. DTensors may
-            be sharded along batch and heads; mods see positions of the whole.
+            be sharded along batch and heads; mods see positions of the whole. Or, with key and
+            value, a nested tensor [B, Hq, jagged, D] (torch.jagged): every sequence attends to
+            itself, mods see its number as b and count positions from its start.
         key: [Bkv, Hkv, KV_LEN, D]; Bkv is B, or 1 to share one key and value over the batch.
             Dtypes of query, key and value may differ. Or a PagedKV or PagedKVCache, which holds
             keys and values of sequences of any lengths; mods then see positions in the sequence.
@@ -125,7 +127,8 @@ def flex_attention(
             may require grad. None leaves scores as they are.
         block_mask: made by create_block_mask or a constructor of BlockMask for Q_LEN and KV_LEN;
             its batch and heads are 1 or those of query. Over a cache the mask of whole sequences,
-            or a DecodeMask where the cache is a tensor.
+            or a DecodeMask where the cache is a tensor. For nested tensors made by
+            create_nested_block_mask.
         scale: factor on query @ key^T; 1 / sqrt(D) if None.
         enable_gqa: allow Hq to be a multiple of Hkv; query head h reads key head h // (Hq / Hkv).
         return_lse: deprecated, use return_aux=AuxRequest(lse=True).
@@ -138,7 +141,8 @@ def flex_attention(
     Raises:
         ShapeError, DtypeError, OptionError: a ValueError each; DeviceError: a RuntimeError.
         TraceError: a mod does something that cannot be placed inside a kernel.
-        UnsupportedError: an explicitly chosen backend cannot run the problem; nested tensors.
+        UnsupportedError: an explicitly chosen backend cannot run the problem; nested tensors of
+            the strided layout, with holes, or beside dense ones.
     Source: Dong et al. 2024, arXiv:2412.05496.
     """
     if type(return_lse) is not bool or type(return_aux) not in (type(None), AuxRequest):
@@ -167,6 +171,8 @@ def _run(query: Tensor, key: Any, value: Any, *rest: Any) -> pipeline.Outputs:
         query, key, value = (autocast.lowered(x, device) for x in (query, key, value))
     if is_dtensor(query, key, value):
         return sharded.run(query, key, value, *rest)
+    if jagged.is_nested(query, key, value):
+        return jagged.run(query, key, value, *rest)
     return pipeline.run(query, key, value, *rest)
 
 

@@ -67,13 +67,11 @@ def check_inputs(
 def check_tensor_arguments(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Each is a strided tensor of a dtype that attention takes; raises as `check_inputs`."""
     for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor):
-            raise OptionError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+        check_is_tensor(name, tensor)
         if tensor.is_nested:
             raise UnsupportedError(
-                f"{name} is a nested tensor. flex_attention takes dense [B, H, L, D] tensors: "
-                "pack the sequences into one row and keep them apart with "
-                "BlockMask.from_cu_seqlens, or pad them and mask the padding."
+                f"{name} is a nested tensor, which goes with nested keys and values alone. Over a "
+                "cache put the tokens of all sequences of a step into one row: see PagedBatch."
             )
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
@@ -85,6 +83,12 @@ def check_tensor_arguments(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"{name} is {tensor.dtype}; attention takes float64, float32, bfloat16 and "
                 f"float16. Convert it first, for example {name}.to(torch.bfloat16)."
             )
+
+
+def check_is_tensor(name: str, tensor: object) -> None:
+    """Raise OptionError unless it is a tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise OptionError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
 
 
 def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:

@@ -15,7 +15,7 @@ _MAX_DEPTH = 4
 
 NOTE = "known_as"
 # What is put around a mod when a part of a mask, or of a batch, is computed.
-_SHELLS = ("attnloom.masking.views", "attnloom.api.sharded")
+_SHELLS = ("attnloom.masking.views", "attnloom.api.sharded", "attnloom.api.jagged")
 
 
 def known_as(mod: Any, name: str) -> Any:

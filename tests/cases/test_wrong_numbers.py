@@ -236,7 +236,6 @@ def test_case_022_large_inputs_in_bfloat16() -> None:
     assert mine.mean() <= 1.2 * sdpa.mean()
 
 
-@pytest.mark.xfail(strict=True, reason="nested tensors are not accepted yet; pack with cu_seqlens")
 def test_case_010_nested_sequences_do_not_see_each_other() -> None:
     """Tokens of one jagged sequence attended to another when no mask was given."""
     parts = [normal(n, 2, 8, seed=n) for n in (5, 1, 9)]
