@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--drain-seconds",
         type=int,
         default=30,
-        help="how long answers that were begun may go on after SIGTERM (default: 30)",
+        help="how long answers that were begun may go on after SIGTERM or Ctrl-C (default: 30)",
     )
     parser.add_argument(
         "--max-running", type=int, default=64, help="requests served at once (default: 64)"
@@ -72,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted; 2 if a package is missing."""
+    """Serve until a signal says not to; 2 if a package is missing."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(
@@ -88,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
     if listener is None:
         return 2
     with listener:
-        return _serve(args, listener)
+        try:
+            return _serve(args, listener)
+        except KeyboardInterrupt:  # while the model was read; later signals are the server's
+            return 128 + signal.SIGINT
 
 
 def _bind(host: str, port: int) -> socket.socket | None:
@@ -111,8 +115,7 @@ def _bind(host: str, port: int) -> socket.socket | None:
 
 
 def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
-    import uvicorn
-
+    from attnloom.serving import process
     from attnloom.serving.launch import ServeConfig, build_engine
     from attnloom.serving.server import create_app
 
@@ -140,10 +143,5 @@ def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     )
     if not getattr(engine.tokenizer, "has_template", True):
         print("the model has no chat template: conversations are given to it as 'role: text' lines")
-    options = uvicorn.Config(
-        create_app(engine, name),
-        log_level="info",
-        timeout_graceful_shutdown=args.drain_seconds,
-    )
-    uvicorn.Server(options).run(sockets=[listener])
-    return 0
+    sys.stdout.flush()  # where it is a file, a pipe or a journal, now and not at the end
+    return process.run(create_app(engine, name), listener, args.drain_seconds)

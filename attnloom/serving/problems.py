@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException as RoutingError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attnloom.errors import AttnloomError, OverloadedError, RequestError
-from attnloom.serving.service import StepFailedError
+from attnloom.serving.service import StepFailedError, StoppedError
 
 TOO_LONG = "context_length_exceeded"
 
@@ -52,6 +52,8 @@ class UnknownModelError(AttnloomError, ValueError):
 
 def server_problem(error: Exception) -> Problem:
     """Nobody's fault but the server's."""
+    if isinstance(error, StoppedError):  # another server, or this one later, may answer it
+        return Problem(503, str(error), "server_error", code="shutting_down")
     return Problem(500, str(error), "server_error")
 
 

@@ -30,7 +30,7 @@ from attnloom.serving.problems import (
     server_problem,
 )
 from attnloom.serving.request import Output, Request
-from attnloom.serving.service import Outputs, Service, StepFailedError
+from attnloom.serving.service import LAST_STEP_S, Outputs, Service, StepFailedError
 from attnloom.serving.text import Tokenizer
 from attnloom.serving.wire import Chat, Completion, Prompt, Sampled
 
@@ -226,7 +226,7 @@ def create_app(engine: Engine, model: str) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await run_in_threadpool(service.close)
+        await run_in_threadpool(service.close, LAST_STEP_S)
 
     app = FastAPI(title="attnloom", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service

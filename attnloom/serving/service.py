@@ -14,6 +14,8 @@ from attnloom.errors import AttnloomError, OverloadedError, counted
 from attnloom.serving.engine import Engine
 from attnloom.serving.request import Output, Request
 
+LAST_STEP_S = 5  # for a step of the model that still runs when all else has ended
+
 _log = logging.getLogger("attnloom.serving")
 
 
@@ -21,7 +23,14 @@ class StepFailedError(AttnloomError, RuntimeError):
     """A step of the model raised an error; the requests that took part in it are lost."""
 
 
-@dataclass(slots=True)
+class StoppedError(StepFailedError):
+    """The service was closed; what had not ended is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down.")
+
+
+@dataclass(slots=True, eq=False)
 class _Caller:
     """Where the outputs of a request go. Events: None once it is queued, outputs, an exception."""
 
@@ -44,6 +53,7 @@ class Outputs:
     def __init__(self, service: Service, names: tuple[str, ...], caller: _Caller) -> None:
         self.names = names
         self._service, self._caller, self._left = service, caller, {*names}
+        service._listening.add(caller)
 
     def __aiter__(self) -> Outputs:
         return self
@@ -53,18 +63,25 @@ class Outputs:
             raise StopAsyncIteration
         event = await self._caller.events.get()
         if isinstance(event, Exception):
-            self._left.clear()
+            self.end()
             raise event
         assert event is not None
         if event.finish is not None:
             self._left.discard(event.name)
+            if not self._left:
+                self.end()
         return event
 
     async def aclose(self) -> None:
         """Listen no more, which cancels what has not ended."""
         for name in self._left:
             self._service.cancel(name)
+        self.end()
+
+    def end(self) -> None:
+        """Listen no more to what has ended."""
         self._left.clear()
+        self._service._listening.discard(self._caller)
 
 
 class Service:
@@ -76,6 +93,7 @@ class Service:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._callers: dict[str, _Caller] = {}  # the thread's own
+        self._listening: set[_Caller] = set()  # those whose Outputs have not ended
         self._arrivals: deque[tuple[tuple[Request, ...], _Caller]] = deque()
         self._num_arriving = 0  # requests in them
         self._departures: deque[str] = deque()
@@ -90,6 +108,11 @@ class Service:
         return self._num_arriving + len(self.engine.scheduler.waiting)
 
     @property
+    def num_listening(self) -> int:
+        """Callers whose requests have not all ended."""
+        return len(self._listening)
+
+    @property
     def alive(self) -> bool:
         """Whether the engine's thread runs."""
         return self._thread.is_alive() and not self._closed
@@ -100,6 +123,7 @@ class Service:
         Raises:
             RequestError: one can never be served.
             OverloadedError: too many are waiting.
+            StoppedError: the service is closed.
         """
         for request in requests:
             self.engine.check(request)
@@ -107,21 +131,23 @@ class Service:
         with self._wake:
             # The engine counts again; this keeps the notes bounded while a long step runs.
             room = self.engine.limits.max_waiting - self.num_waiting
-            if self._closed or len(requests) > room:
+            if self._closed:
+                raise StoppedError
+            if len(requests) > room:
                 self.engine.metrics.refused += 1
-                raise OverloadedError(
-                    "the server is shutting down." if self._closed else self._full(len(requests))
-                )
+                raise OverloadedError(self._full(len(requests)))
             self._num_arriving += len(requests)
             self._arrivals.append((requests, caller))
             self._wake.notify()
-        outputs = Outputs(self, tuple(request.name for request in requests), caller)
+            # Under the lock, so that `cut_off` finds the caller.
+            outputs = Outputs(self, tuple(request.name for request in requests), caller)
         try:
             accepted = await caller.events.get()
         except asyncio.CancelledError:
             await outputs.aclose()
             raise
         if isinstance(accepted, Exception):
+            outputs.end()
             raise accepted
         return outputs
 
@@ -141,12 +167,25 @@ class Service:
             self._departures.append(name)
             self._wake.notify()
 
-    def close(self) -> None:
-        """End the thread after its present step; requests in progress fail."""
+    def cut_off(self) -> None:
+        """Take no more requests and end those in progress with a StoppedError, at once."""
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.join()
+        for caller in list(self._listening):  # a step may take long, and they need not wait for it
+            caller.send(StoppedError())
+
+    def close(self, seconds: float | None = None) -> bool:
+        """Cut off, and wait for the thread, which ends after its present step.
+
+        Args:
+            seconds: how long; None: until it ended.
+        Returns:
+            whether it has ended.
+        """
+        self.cut_off()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while True:
@@ -169,9 +208,9 @@ class Service:
                     caller.send(output)
                 if output.finish is not None:
                     self._callers.pop(output.name, None)
-        self._fail_all(StepFailedError("the server is shutting down."))
+        self._fail_all(StoppedError())
         while self._arrivals:
-            self._arrivals.popleft()[1].send(OverloadedError("the server is shutting down."))
+            self._arrivals.popleft()[1].send(StoppedError())
 
     def _read_notes(self) -> None:
         # Arrivals first: a request may leave before it was ever read.

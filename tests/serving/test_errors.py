@@ -23,7 +23,7 @@ from attnloom.serving import (
     SamplingParams,
 )
 from attnloom.serving.launch import ServeConfig, build_engine
-from attnloom.serving.service import Service, StepFailedError
+from attnloom.serving.service import Service, StepFailedError, StoppedError
 from tests.serving.models import GEMMA, LLAMA, tiny
 
 LIMITS = Limits(max_running=1, max_waiting=1, max_length=64)
@@ -214,7 +214,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
         OverloadedError,
         "1 request is waiting, the most allowed; try again later.",
     ),
-    "closed": (lambda: submit(close=True), OverloadedError, "the server is shutting down."),
+    "closed": (lambda: submit(close=True), StoppedError, "the server is shutting down."),
     "failed step": (
         lambda: failing_step("no memory"),
         StepFailedError,

@@ -7,6 +7,8 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterable
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -101,52 +103,71 @@ def test_a_template_that_fails_on_messages_is_their_fault(tmp_path: Path) -> Non
         FolderTokenizer(tmp_path).chat([{"role": "user", "content": "a"}])
 
 
-def _stopped_in_a_stream(seconds: float, pause: float) -> tuple[str, bool]:
-    """The text of a stream during which the server is told to stop, as SIGTERM tells it, and
-    whether the stream ended well."""
+def _stopped_in_a_stream(seconds: float, pauses: Iterable[float]) -> tuple[str, list[str], float]:
+    """What a stream says after whose first piece the server is told to stop, as SIGTERM tells it:
+    its text, the lines that are no text, and how long it went on.
+
+    Args:
+        seconds: to drain. pauses: how long each step of the model takes at least.
+    """
+    from attnloom.serving.process import StoppableServer
     from attnloom.serving.server import create_app
 
     engine = make_engine()
-    run = engine._runner.run
+    run, waiting = engine._runner.run, iter(pauses)
 
     def slowly(chunks: Any) -> Any:
-        time.sleep(pause)
+        time.sleep(next(waiting))
         return run(chunks)
 
     engine._runner.run = slowly
+    app = create_app(engine, "tiny")
     config = uvicorn.Config(
-        create_app(engine, "tiny"), port=0, log_level="critical", timeout_graceful_shutdown=seconds
+        app, port=0, log_level="critical", timeout_graceful_shutdown=int(seconds) + 2
     )
-    server = uvicorn.Server(config)
+    server = StoppableServer(config, app.state.service, seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 20, "stream": True, "temperature": 0}
-    text, ended = "", False
-    try:
-        with httpx.stream(
-            "POST", f"http://127.0.0.1:{port}/v1/completions", timeout=60,
-            json={**body, **GREEDY["extra_body"]},
-        ) as answer:  # fmt: skip
-            for line in answer.iter_lines():
-                server.should_exit = True
-                ended |= line == "data: [DONE]"
-                if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-    except httpx.RemoteProtocolError:
-        pass
+    text, others, told = "", [], 0.0
+    with httpx.stream(
+        "POST", f"http://127.0.0.1:{port}/v1/completions", timeout=60,
+        json={**body, **GREEDY["extra_body"]},
+    ) as answer:  # fmt: skip
+        for line in answer.iter_lines():
+            told = told or time.monotonic()
+            server.should_exit = True
+            if '"text"' in line:
+                text += json.loads(line[6:])["choices"][0]["text"]
+            elif line:
+                others.append(line)
+    took = time.monotonic() - told
     thread.join(20)
     assert not thread.is_alive() and not engine.busy
-    return text, ended
+    return text, others, took
+
+
+CUT_OFF = [
+    'data: {"error":{"message":"the server is shutting down.","type":"server_error","param":null,'
+    '"code":"shutting_down"}}',
+    "data: [DONE]",
+]
 
 
 def test_a_server_that_is_told_to_stop_finishes_its_streams() -> None:
-    assert _stopped_in_a_stream(30, 0.01) == (expected("Once", 20), True)
+    text, others, _ = _stopped_in_a_stream(30, repeat(0.01))
+    assert (text, others) == (expected("Once", 20), ["data: [DONE]"])
 
 
 def test_a_server_that_is_told_to_stop_waits_no_longer_than_it_was_told() -> None:
-    """It waited for as long as the longest text took."""
-    text, ended = _stopped_in_a_stream(0.2, 0.2)
-    assert not ended and len(text) < len(expected("Once", 20))
+    """It waited for as long as the longest text took, and later broke the stream off."""
+    text, others, _ = _stopped_in_a_stream(0.2, repeat(0.2))
+    assert others == CUT_OFF and 0 < len(text) < len(expected("Once", 20))
+
+
+def test_a_stream_that_is_cut_off_does_not_wait_for_a_long_step() -> None:
+    _, others, took = _stopped_in_a_stream(0.2, chain([0.0], repeat(3.0)))
+    assert others == CUT_OFF and took < 2
