@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnloom.block_mask import BlockMask
-from attnloom.errors import OptionError, OutOfPagesError, ShapeError
+from attnloom.errors import DeviceError, OptionError, OutOfPagesError, ShapeError
 from attnloom.masking.lists import TileGrid, lists_from_keys
 from attnloom.masking.views import noop_mask
 from attnloom.paged import PageAllocator, PagedKV, PageTable
@@ -107,8 +107,46 @@ class PagedAttention:
                 converted mask hides unwritten rows, but hidden values are multiplied by 0.
         Raises:
             ShapeError: sizes do not fit together, or a position is not reserved.
+            DeviceError: they are not all where the page table is.
             OptionError: k_val or v_val requires grad.
         """
+        self._check_new(k_val, v_val, k_cache, v_cache)
+        B, S = k_val.size(0), k_val.size(2)
+        if tuple(batch_idx.shape) != (B,) or tuple(input_pos.shape) != (B, S):
+            raise ShapeError(
+                f"batch_idx is {list(batch_idx.shape)} and input_pos {list(input_pos.shape)}; for "
+                f"these values they must be [{B}] and [{B}, {S}]."
+            )
+        outside = (batch_idx < 0) | (batch_idx >= self.page_table.size(0))
+        if bool(outside.any()):
+            self._row(batch_idx[outside][0])
+        wrong = (input_pos < 0) | (input_pos >= self.capacity[batch_idx][:, None])
+        if bool(wrong.any()):
+            if int(input_pos.min()) < 0:
+                raise ShapeError(
+                    f"input_pos goes down to {int(input_pos.min())}; positions begin at 0. Leave "
+                    "out what is not to be written."
+                )
+            raise ShapeError(
+                f"input_pos goes up to {int(input_pos.max())}, but rows {batch_idx.tolist()} have "
+                f"room for {self.capacity[batch_idx].tolist()} tokens. Call reserve first."
+            )
+        pages = self.page_table[batch_idx].gather(1, input_pos.long() // self.page_size)
+        rows = (pages * self.page_size + input_pos % self.page_size).flatten()  # [B * S]
+        for new, cache in ((k_val, k_cache), (v_val, v_cache)):
+            cache[0, :, rows] = new.transpose(0, 1).flatten(1, 2).to(cache.dtype)
+        if S:
+            ends = torch.maximum(self.lengths[batch_idx], input_pos.long().amax(1) + 1)
+            self.lengths[batch_idx] = ends
+
+    def _check_new(
+        self,
+        k_val: torch.Tensor,
+        v_val: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> None:
+        """Raise unless both can be written: nothing is, if one cannot."""
         B, H, S, D = k_val.shape
         room = self.n_pages * self.page_size
         for name, new, cache, width in (
@@ -122,23 +160,12 @@ class PagedAttention:
                     f"{name}_val is {list(new.shape)} and {name}_cache {list(cache.shape)}; they "
                     f"must be [{B}, {H}, {S}, D] and [1, {H}, {room}, D]."
                 )
-        if tuple(batch_idx.shape) != (B,) or tuple(input_pos.shape) != (B, S):
-            raise ShapeError(
-                f"batch_idx is {list(batch_idx.shape)} and input_pos {list(input_pos.shape)}; for "
-                f"these values they must be [{B}] and [{B}, {S}]."
-            )
-        if bool((input_pos >= self.capacity[batch_idx][:, None]).any()):
-            raise ShapeError(
-                f"input_pos goes up to {int(input_pos.max())}, but rows {batch_idx.tolist()} have "
-                f"room for {self.capacity[batch_idx].tolist()} tokens. Call reserve first."
-            )
-        pages = self.page_table[batch_idx].gather(1, input_pos.long() // self.page_size)
-        rows = (pages * self.page_size + input_pos % self.page_size).flatten()  # [B * S]
-        for new, cache in ((k_val, k_cache), (v_val, v_cache)):
-            cache[0, :, rows] = new.transpose(0, 1).flatten(1, 2).to(cache.dtype)
-        if S:
-            ends = torch.maximum(self.lengths[batch_idx], input_pos.long().amax(1) + 1)
-            self.lengths[batch_idx] = ends
+            for held, tensor in ((f"{name}_val", new), (f"{name}_cache", cache)):
+                if tensor.device != self.page_table.device:
+                    raise DeviceError(
+                        f"{held} is on {tensor.device}, the page table on "
+                        f"{self.page_table.device}; all must be on one device."
+                    )
 
     def convert_logical_block_mask(
         self,

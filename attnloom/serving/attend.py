@@ -144,6 +144,7 @@ class PagedAttention:
     ) -> Tensor:
         part = self._parts[index]
         batch = part.batch
+        kv = batch.layer(layer.index)  # refuses a stale batch, whose rows may be another's now
         for new, stored in zip((key, value), batch.cache.layer_rows(layer.index), strict=True):
             stored.index_copy_(0, part.places, new.reshape(-1, stored.size(1)))
         num_rows = batch.size * batch.q_len
@@ -152,7 +153,7 @@ class PagedAttention:
             query = padded.index_copy_(0, part.rows, query)
         # [B, Hq, Q_LEN, D]
         query = query.view(batch.size, batch.q_len, *query.shape[1:]).transpose(1, 2)
-        kv, kind = batch.layer(layer.index), (layer.scale, layer.window_left, layer.softcap)
+        kind = (layer.scale, layer.window_left, layer.softcap)
         prepared = self._prepared.get((index, kind))
         if prepared is None:
             prepared = self._prepare(part, layer, query, kv)

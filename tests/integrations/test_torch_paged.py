@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention as TorchPaged
 
 from attnloom import create_block_mask, flex_attention
-from attnloom.errors import OutOfPagesError, ShapeError
+from attnloom.errors import DeviceError, OutOfPagesError, ShapeError
 from attnloom.integrations.torch_paged import PagedAttention
 
 PAGE, PAGES, H, D = 16, 12, 2, 16
@@ -119,3 +119,31 @@ def test_mistakes() -> None:
         paged.assign(torch.tensor([0]), torch.tensor([[100]]), new, new, *caches)
     with pytest.raises(ShapeError, match="key blocks of 128 tokens and pages have 16"):
         paged.convert_logical_block_mask(create_block_mask(causal, 1, None, 40, 48))
+
+
+MISPLACED = {
+    "position": ([0], [[-1]], "input_pos goes down to -1; positions begin at 0."),
+    "row": ([3], [[0]], "batch_idx is 3; the table has rows 0 to 0."),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_assign_refuses_places_that_do_not_exist(name: str) -> None:
+    """They were an IndexError of torch's, about tensors that the caller never saw."""
+    rows, positions, text = MISPLACED[name]
+    paged, caches, _ = filled([40])
+    new = torch.zeros(1, H, 1, D)
+    with pytest.raises(ShapeError) as caught:
+        paged.assign(torch.tensor(rows), torch.tensor(positions), new, new, *caches)
+    assert str(caught.value).startswith(text)
+
+
+def test_assign_writes_keys_and_values_or_neither() -> None:
+    """Keys were written before values were found to be on another device."""
+    paged, (k_cache, v_cache), _ = filled([40])
+    before = k_cache.clone()
+    new = torch.zeros(1, H, 1, D)
+    at = torch.tensor([0]), torch.tensor([[3]])
+    with pytest.raises(DeviceError, match="v_val is on meta, the page table on cpu; all must be"):
+        paged.assign(*at, new, new.to("meta"), k_cache, v_cache)
+    assert torch.equal(k_cache, before)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from attnloom.errors import CaptureError
+from attnloom.errors import CaptureError, OptionError
+from attnloom.paged import PagedKVCache
 from attnloom.serving import Decoder, DraftTree, Engine, Limits, Request, SamplingParams
 from attnloom.serving import runner as runner_module
 from attnloom.serving import static as static_module
+from attnloom.serving.attend import PagedAttention, Part, whole_masks
 from attnloom.serving.drafts import grow
 from attnloom.serving.scheduler import Chunk
 from attnloom.serving.static import StaticSteps, StepMode, StepShape, step_sizes
@@ -268,3 +270,22 @@ def test_graphs_give_the_texts_of_eager_steps() -> None:
         assert events(make(model, mode=None, cuda_graphs=True), 2) == events(
             make(model, mode=None, cuda_graphs=False), 2
         )
+
+
+def test_a_stale_batch_is_refused_before_anything_is_written(llama: Decoder) -> None:
+    """Keys and values went into pages that were another sequence's by then; then it was refused."""
+    config = llama.config
+    cache = PagedKVCache(4, 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers)
+    sequence = cache.new()
+    batch = cache.extend([sequence], [5])
+    attention = PagedAttention(
+        [Part.of(batch, slice(0, 5), None, None)], whole_masks(config, 64, torch.device("cpu"))
+    )
+    cache.free(sequence)
+    assert cache.extend([cache.new()], [5]).table.pages.tolist() == batch.table.pages.tolist()
+    for stored in (*cache.keys, *cache.values):
+        stored.fill_(7.0)
+    new = torch.zeros(5, config.num_kv_heads, config.head_dim)
+    with pytest.raises(OptionError, match="still has the old pages of sequence 0"):
+        attention(config.layer(0), torch.zeros(5, config.num_heads, config.head_dim), new, new)
+    assert all((stored == 7.0).all() for stored in (*cache.keys, *cache.values))
