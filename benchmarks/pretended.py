@@ -25,19 +25,9 @@ from attnloom.api import planning, repeats
 from attnloom.backends.gluon import gate
 from attnloom.backends.triton import configs, direct, launcher
 from attnloom.backends.triton.launch import TritonBackend
+from benchmarks.signatures import type_of
 
 H200 = configs.Device(90, 232448, 132, 50 << 20)
-_FORMATS = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-}
 _SIZES = {"fp32": 4, "i32": 4, "i64": 8}
 _MAP_BYTES = 128
 _DESCRIPTOR = {
@@ -110,17 +100,6 @@ class Gpu:
 
 _PADDING = b" " * (_MAP_BYTES - bytes.__basicsize__ + 1)
 _REST = b"m" * (_MAP_BYTES - 8)
-
-
-def type_of(argument: Any) -> Any:
-    """Triton's signature of an argument as a launcher passes it."""
-    if isinstance(argument, tuple):
-        return tuple(type_of(a) for a in argument)
-    if hasattr(argument, "block_shape"):
-        return f"tensordesc<{_FORMATS[argument.base.dtype]}{argument.block_shape}>"
-    if isinstance(argument, torch.Tensor):
-        return "*" + _FORMATS[argument.dtype]
-    return "fp32" if isinstance(argument, float) else "i32"
 
 
 def _is_descriptor(kind: Any) -> bool:

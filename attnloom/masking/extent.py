@@ -26,12 +26,15 @@ class Limit:
 
     exact: smaller calls are mistakes as well (a grid of another width, slopes of other heads).
     source: who says so, as a message begins: "documents: ids has shape [10]".
+    binding: larger calls are mistakes; else they mean something, and the size only tells what a
+        call is likely to have.
     """
 
     axis: Axis
     size: int
     exact: bool
     source: str
+    binding: bool = True
 
 
 def limited(mod: Mod, *limits: Limit) -> Mod:
@@ -50,7 +53,7 @@ def check(mod: Any, sizes: Mapping[Axis, int]) -> None:
     """Raise ShapeError where a call's sizes are not those that a mod is for."""
     for limit in getattr(mod, ATTRIBUTE, ()):
         size = sizes.get(limit.axis, 0 if not limit.exact else limit.size)
-        if size > limit.size or (limit.exact and size != limit.size):
+        if limit.binding and (size > limit.size or (limit.exact and size != limit.size)):
             reach = "exactly" if limit.exact else "at most"
             raise ShapeError(
                 f"{limit.source}, which serves {limit.axis} of {reach} {limit.size}; this call has "

@@ -15,7 +15,7 @@ from attnloom.masking.known_masks import (
 )
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers
-from attnloom.mods.extent import of_table
+from attnloom.mods.extent import of_packed, of_table
 from attnloom.trace.names import known_as
 
 
@@ -71,4 +71,5 @@ def documents_from_cu_seqlens(cu_seqlens: Integers) -> MaskMod:
     check_cumulative(f"{name}: cu_seqlens", cu)
     # One more query, which belongs to no document, is what indices beyond the last are clamped to.
     packed = packed_documents(cu, cu, (length + 1, length), causal=False)
-    return known_as(packed_mod(*packed, None), name)
+    mask_mod = known_as(packed_mod(*packed, None), name)
+    return limited(mask_mod, *of_packed(name, "cu_seqlens", length))

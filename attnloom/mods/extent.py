@@ -28,6 +28,13 @@ def of_tokens(factory: str, name: str, table: Tensor) -> list[Limit]:
     return found + of_table(factory, name, table, "KV_LEN")
 
 
+def of_packed(factory: str, name: str, length: int) -> list[Limit]:
+    """What documents that end at `length` tell of a call; it may be longer, by tokens that belong
+    to no document."""
+    source = f"{factory}: {name} ends at {length}"
+    return [Limit(axis, length, False, source, binding=False) for axis in LENGTHS]
+
+
 def of_heads(factory: str, name: str, heads: int) -> list[Limit]:
     """The limit of a mod whose values depend on how many heads there are."""
     return [Limit("heads", heads, True, f"{factory}: {name} is {heads}")]

@@ -12,7 +12,7 @@ from attnloom.masking.known_masks import (
     packed_mod,
 )
 from attnloom.mods.arguments import Integers, read_integers
-from attnloom.mods.extent import of_tokens
+from attnloom.mods.extent import of_packed, of_tokens
 from attnloom.mods.logical_to_physical import logical_to_physical
 from attnloom.mods.mod_kinds import Mod, kind_of_mod, on_positions
 from attnloom.trace.names import known_as
@@ -56,7 +56,8 @@ def on_documents(
     ranges, tables = packed_documents(cu, cu, (length + (kind == "mask_mod"), length), causal=False)
     if kind == "mask_mod":
         moved = known_as(packed_mod(ranges, tables, mod), "on_documents")
-        return limited(moved, *limits_of(mod, axes=("heads",)))
+        told = of_packed("on_documents", "cu_seqlens", length)
+        return limited(moved, *limits_of(mod, axes=("heads",)), *told)
     number, first, _ = tables
     number, first = number.int(), first.int()
     moved = on_positions(

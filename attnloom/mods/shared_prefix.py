@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnloom.errors import ModError, counted
+from attnloom.masking.extent import limited
 from attnloom.masking.known_masks import check_cumulative, packed_documents
 from attnloom.masking.views import MaskMod
 from attnloom.mods.arguments import Integers, read_integers, read_size
+from attnloom.mods.extent import of_packed
 
 
 def shared_prefix(prefix_length: int, cu_seqlens: Integers) -> MaskMod:
@@ -49,4 +51,4 @@ def shared_prefix(prefix_length: int, cu_seqlens: Integers) -> MaskMod:
         own = (kv_idx >= start[q_idx]) & (kv_idx < total)
         return (q_idx >= kv_idx) & ((kv_idx < prefix_length) | own)
 
-    return mask_mod
+    return limited(mask_mod, *of_packed(name, "prefix_length + cu_seqlens", total))

@@ -183,6 +183,17 @@ def explain(
         block_size=block_size,
         device=device,
     )
+    return _explained(setting, (score_mod, mask_mod), options, measure, progress)
+
+
+def _explained(
+    setting: Setting,
+    mods: tuple[Mod | None, Mod | None],
+    options: KernelOptions,
+    measure: bool,
+    progress: Progress,
+) -> Explanation:
+    score_mod, mask_mod = mods
     progress("tracing")
     score = mask = block_mask = mask_summary = speed = None
     if score_mod is not None:

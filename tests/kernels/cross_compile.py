@@ -15,10 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.launcher import OPTIONS
+from benchmarks.signatures import type_of
 
 # name -> (target, shared memory a block may use, device as configs.py sees it)
 TARGETS = {
@@ -27,17 +27,6 @@ TARGETS = {
     "sm_90": (GPUTarget("cuda", 90, 32), configs.Device(90, 232448, 132, 50 << 20)),
     "sm_100": (GPUTarget("cuda", 100, 32), configs.Device(100, 232448, 148, 126 << 20)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), configs.Device(0, 65536, 304, 4 << 20)),
-}
-_TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-    torch.int8: "i8",
-    torch.uint8: "u8",
 }
 
 
@@ -49,18 +38,6 @@ class Compiled:
     registers: int | None
     spills: int | None
     text: str
-
-
-def type_of(argument: Any) -> Any:
-    """Triton's signature of an argument as a launcher passes it."""
-    if isinstance(argument, tuple):
-        return tuple(type_of(a) for a in argument)
-    if isinstance(argument, TensorDescriptor):
-        shape = ",".join(map(str, argument.block_shape))
-        return f"tensordesc<{_TYPES[argument.base.dtype]}[{shape}]>"
-    if isinstance(argument, torch.Tensor):
-        return "*" + _TYPES[argument.dtype]
-    return "fp32" if isinstance(argument, float) else "i32"
 
 
 @contextmanager
@@ -97,15 +74,20 @@ def _pointers(arguments: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int,
 
 
 def _assemble(ptx: str) -> tuple[int, int]:
-    """Registers a thread and bytes of spill stores, as ptxas reports them."""
     match = re.search(r"\.target (sm_(\d+)\w*)", ptx)
     assert match is not None
-    tool = get_ptxas(int(match[2])).path
+    return assemble(ptx, match[1])[:2]
+
+
+def assemble(ptx: str, arch: str) -> tuple[int, int, str]:
+    """Registers a thread, bytes of spill stores, and all that ptxas says for an architecture."""
+    digits = re.search(r"\d+", arch)
+    assert digits is not None
     done = subprocess.run(
-        [tool, "-v", f"-arch={match[1]}", "-", "-o", "/dev/null"],
+        [get_ptxas(int(digits[0])).path, "-v", f"-arch={arch}", "-", "-o", "/dev/null"],
         input=ptx, capture_output=True, text=True, check=True,
     )  # fmt: skip
     registers = re.search(r"Used (\d+) registers", done.stderr)
     spills = re.search(r"(\d+) bytes spill stores", done.stderr)
     assert registers is not None and spills is not None, done.stderr
-    return int(registers[1]), int(spills[1])
+    return int(registers[1]), int(spills[1]), done.stderr

@@ -26,9 +26,10 @@ from attnloom.backends.triton.emit import Target  # noqa: E402
 from attnloom.ir.node import BoundProgram, DType  # noqa: E402
 from attnloom.ir.passes.simplify import simplify  # noqa: E402
 from attnloom.trace.tracer import trace_mask, trace_score  # noqa: E402
+from benchmarks.signatures import type_of  # noqa: E402
 from tests.compiler import trace_masks, trace_rows, trace_scores  # noqa: E402, F401  fill the table
 from tests.compiler.trace_table import MASK_MODS, SCORE_MODS  # noqa: E402
-from tests.kernels.cross_compile import TARGETS, type_of  # noqa: E402
+from tests.kernels.cross_compile import TARGETS  # noqa: E402
 
 CPU = torch.device("cpu")
 

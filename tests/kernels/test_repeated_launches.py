@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 from attnloom import AuxRequest, create_block_mask, flex_attention  # noqa: E402
 from attnloom.api import repeats  # noqa: E402
-from attnloom.backends.triton import launcher  # noqa: E402
+from attnloom.backends.triton import choice, launcher  # noqa: E402
 from benchmarks.pretended import Gpu, Launch, hopper  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -259,3 +259,11 @@ def test_saved_tensors_that_come_back_with_other_strides(gpu: Gpu) -> None:
     strides = [[p for p in launch.parameters if len(p) == 4] for launch in plain]
     others = [[[p for p in launch.parameters if len(p) == 4] for launch in s] for s in steps]
     assert strides != others[0] and others == [others[0]] * 4
+
+
+def test_a_full_memory_of_launches_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_KEPT", 2)
+    memory: dict[tuple[Any, ...], Any] = {}
+    for number in range(3):
+        choice.keep(memory, (number,), f"launch {number}")
+    assert memory == {(2,): "launch 2"}

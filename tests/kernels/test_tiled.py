@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import attnloom
+from attnloom.backends.registry import AttentionCall, load
 from attnloom.backends.tiled import tiles
+from attnloom.plan.problem import KernelOptions
 from tests.harness.agree import agrees, qkv
 from tests.harness.case import LAYOUTS, Case
 from tests.harness.check import check_attention
@@ -92,3 +94,13 @@ def test_memory_is_linear_in_the_length() -> None:
         out = attnloom.flex_attention(q, q, q, block_mask=mask, kernel_options={"backend": "tiled"})
         out.sum().backward()
     assert largest <= 4 * tiles.MAX_ROWS * tiles.MAX_KEYS
+
+
+def test_a_backward_recorded_a_graph_of_all_its_tiles() -> None:
+    """Asked for by name, not through an operator; it held every score of a call in memory."""
+    query, key, value = qkv(1, 2, 40, 8)
+    call = AttentionCall(query, key, value, None, None, None, 0.35, KernelOptions())
+    backend = load("tiled")
+    found = backend.forward(call, False)
+    given = backend.backward(call, found.out, found.lse, torch.ones_like(query), None)
+    assert not any(t.requires_grad for t in (found.out, given.dq, given.dk, given.dv))

@@ -24,7 +24,8 @@ from attnloom.backends.triton import (
     ready_backward,
 )
 from attnloom.backends.triton.launch import TritonBackend
-from tests.kernels.cross_compile import compile_for, device_is, type_of
+from benchmarks.signatures import type_of
+from tests.kernels.cross_compile import compile_for, device_is
 from tests.kernels.test_triton_compile import causal, make_call
 
 _BYTES = {"u64": 8, "b64": 8, "s64": 8, "f32": 4, "u32": 4, "b32": 4}

@@ -114,6 +114,9 @@ FITTING = {
     "canvas": mods.neighborhood((4, 5), 3),
     "canvas in documents": mods.on_documents(mods.neighborhood((2, 5), 2), cu_seqlens=[0, 10, 20]),
     "entries are documents": mods.on_documents(mods.prefix_lm([1, 2]), cu_seqlens=[0, 10, 20]),
+    "packed into part of a row": mods.documents_from_cu_seqlens([0, 4, 10]),
+    "a mod in part of a row": mods.on_documents(CAUSAL, cu_seqlens=[0, 4, 10]),
+    "a prefix in part of a row": mods.shared_prefix(3, [0, 4, 10]),
     "part": mods.offset(mods.neighborhood((5, 5), 3), 5, 5),
 }
 

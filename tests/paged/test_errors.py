@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from attnloom import OutOfPagesError, PagedKV, PagedKVCache, PageTable, flex_attention
-from attnloom.errors import AttnloomError, DeviceError, DtypeError, OptionError, ShapeError
+from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError
 from attnloom.paged import PageAllocator
+from tests.harness.pinned import Pinned, assert_says
 
 H, D = 2, 8
 
@@ -63,7 +62,7 @@ def appended(key: object) -> object:
     return cache_of(3).append([0], key, zeros(1, H, 1, D))  # type: ignore[arg-type]
 
 
-ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
+ERRORS: dict[str, Pinned] = {
     "stale batch": (
         stale,
         OptionError,
@@ -301,7 +300,4 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name: str) -> None:
-    call, kind, text = ERRORS[name]
-    with pytest.raises(kind) as caught:
-        call()
-    assert str(caught.value) == text
+    assert_says(ERRORS[name])

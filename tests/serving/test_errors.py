@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from attnloom.errors import AttnloomError, OptionError
+from attnloom.errors import OptionError
 from attnloom.serving import (
     ByteTokenizer,
     DraftTree,
@@ -24,6 +23,7 @@ from attnloom.serving import (
 )
 from attnloom.serving.launch import ServeConfig, build_engine
 from attnloom.serving.service import Service, StepFailedError, StoppedError
+from tests.harness.pinned import Pinned, assert_says
 from tests.serving.models import GEMMA, LLAMA, tiny
 
 LIMITS = Limits(max_running=1, max_waiting=1, max_length=64)
@@ -92,7 +92,7 @@ def failing_step(message: str) -> None:
         service.close()
 
 
-ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
+ERRORS: dict[str, Pinned] = {
     "model type": (
         lambda: config(model_type="mamba"),
         ModelError,
@@ -225,10 +225,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[AttnloomError], str]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name: str) -> None:
-    call, kind, text = ERRORS[name]
-    with pytest.raises(kind) as caught:
-        call()
-    assert str(caught.value) == text
+    assert_says(ERRORS[name])
 
 
 def test_an_unknown_model() -> None:

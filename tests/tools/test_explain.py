@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attnloom
+from attnloom import mods as variants
 from attnloom.errors import (
     DeviceError,
     DtypeError,
@@ -167,6 +168,23 @@ def test_a_mask_that_keeps_nothing():
     found = explain(None, lambda b, h, q, kv: q < 0, q_len=64, measure=True)
     assert (found.mask.density, found.speed.expected_ms) == (0, 0)
     assert found.speed.speedup == math.inf
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "length"),
+    [
+        (variants.documents_from_cu_seqlens([0, 300, 1000]), 1000),
+        (variants.on_documents(variants.causal_mask, cu_seqlens=[0, 300, 1000]), 1000),
+        (variants.shared_prefix(24, [0, 300, 1000]), 1024),
+    ],
+)
+def test_packed_documents_told_of_one_query_too_many(mask_mod, length):
+    """Their tables have an entry more, for queries after the last document."""
+    setting = attnloom.explain(mask_mod=mask_mod, measure=False).setting
+    assert (setting.q_len, setting.kv_len) == (length, length)
+    assert f"cu_seqlens ends at {length}" in setting.notes[0]
+    longer = attnloom.explain(mask_mod=mask_mod, measure=False, q_len=2000)
+    assert longer.setting.q_len == 2000
 
 
 def test_stages_are_told():

@@ -21,6 +21,7 @@ from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import ForwardAgain, with_aliases
 from attnloom.backends.triton.arguments import bind
+from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.fields import Tensors, launch_key, overhanging_block
 from attnloom.backends.triton.launch_decode import is_decode
 from attnloom.backends.triton.launch_forward import heads_together
@@ -35,7 +36,6 @@ _INT32 = 2**31 - 1
 _TILE_M = _TILE_N = 128
 _FEW_SPILLS = 16
 _MANY_SPILLS = 64
-_READY_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,15 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
         tensors = Tensors.of(call, want_max_scores)
         _launch(ready, call, tensors)
         return tensors.result()
-    if len(_ready) >= _READY_LIMIT:
-        _ready.clear()
     why = _refusal(call)
     if why is None and call.options.backend == "auto":
         why = _slower_mods(call)
     if why is None:
         tensors = Tensors.of(call, want_max_scores)
-        ready = _ready[key] = _choose(call, tensors, fixed)
+        ready = _choose(call, tensors, fixed)
+        keep(_ready, key, ready)
         return ready if isinstance(ready, str) else tensors.result()
-    _ready[key] = why
+    keep(_ready, key, why)
     return why
 
 

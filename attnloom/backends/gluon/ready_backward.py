@@ -30,6 +30,7 @@ from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import steps, takes_descriptor
+from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.launcher import Launcher
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_ints
@@ -214,7 +215,6 @@ def with_descriptor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if takes_descriptor(tensor) else tensor.contiguous()
 
 
-_READY_LIMIT = 4096
 _ready: dict[tuple[Any, ...], Ready | None] = {}
 
 
@@ -230,6 +230,4 @@ def remembered(key: tuple[Any, ...]) -> tuple[bool, Ready | None]:
 
 
 def remember(key: tuple[Any, ...], ready: Ready | None) -> None:
-    if len(_ready) >= _READY_LIMIT:
-        _ready.clear()
-    _ready[key] = ready
+    keep(_ready, key, ready)

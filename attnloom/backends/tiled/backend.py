@@ -48,13 +48,13 @@ class TiledBackend:
                     _forward_rows(one, part, tile_rows, [t[at:] for t in results])
         return ForwardResult(out, lse, max_scores if want_max_scores else None)
 
-    @torch.no_grad()
     def forward_again(self, call: AttentionCall, want_max_scores: bool) -> None:
         return None
 
     def backward_again(self, call: AttentionCall, *given: torch.Tensor | None) -> None:
         return None
 
+    @torch.no_grad()
     def backward(
         self,
         call: AttentionCall,

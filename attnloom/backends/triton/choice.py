@@ -1,15 +1,17 @@
-"""The first call of a variant: which of several tiles its launches keep."""
+"""The first call of a variant: which of several tiles its launches keep, and for how long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.triton.configs import Tile
 from attnloom.backends.triton.launcher import Launcher
 from attnloom.errors import UnsupportedError
+
+_KEPT = 4096  # launches; so many variants at once are rare, and making one again costs little
 
 
 class _Ready(Protocol):
@@ -60,3 +62,10 @@ def choose(
             "float32."
         ) from refused
     return best
+
+
+def keep(memory: dict[tuple[Any, ...], Any], key: tuple[Any, ...], ready: object) -> None:
+    """Remember what was prepared for calls of a key; a full memory begins anew."""
+    if len(memory) >= _KEPT:
+        memory.clear()
+    memory[key] = ready

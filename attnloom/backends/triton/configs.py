@@ -168,7 +168,10 @@ def decode_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
 
 
 def _fitting(found: tuple[Tile, ...], device: Device, shape: Shape) -> tuple[Tile, ...]:
-    fitted = [_clamped(t, shape) for t in (*as_they_fit(found, shape.max_m, shape.max_n), *_SMALL)]
+    fitted = [
+        clamped(t, shape.max_m, shape.max_n)
+        for t in (*as_they_fit(found, shape.max_m, shape.max_n), *_SMALL)
+    ]
     kept = [t for t in dict.fromkeys(fitted) if shared_bytes(t, shape) <= device.shared_bytes]
     return tuple(kept) or (Tile(16, 16, 4, 1),)
 
@@ -179,8 +182,9 @@ def as_they_fit(found: tuple[Tile, ...], max_m: int, max_n: int) -> tuple[Tile, 
     return tuple(sorted(found, key=lambda t: t.tile_m > max_m or t.tile_n > max_n))
 
 
-def _clamped(tile: Tile, shape: Shape) -> Tile:
-    tile_m, tile_n = min(tile.tile_m, shape.max_m), min(tile.tile_n, shape.max_n)
+def clamped(tile: Tile, max_m: int, max_n: int) -> Tile:
+    """The tile cut down to at most max_m x max_n."""
+    tile_m, tile_n = min(tile.tile_m, max_m), min(tile.tile_n, max_n)
     warps = tile.num_warps
     if tile_m < tile.tile_m or tile_n < tile.tile_n:
         warps = min(warps, 4)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from attnloom.backends.triton.config import INTERPRETED
-from attnloom.backends.triton.configs import Device, Tile, as_they_fit
+from attnloom.backends.triton.configs import Device, Tile, as_they_fit, clamped
 
 # Registers a thread that a kernel may spill before smaller tiles are tried: up to here the larger
 # tile was the faster one (H200, D=128: documents 11, ALiBi 13; soft-capping, 38, ran 10% faster in
@@ -93,11 +92,11 @@ def _fitting(
     found = (*found, *_SMALL)
     if shape.multiply_adds:
         found = _MULTIPLY_ADDS[owned]
-    fitted = [_clamped(t, shape) for t in found]
+    fitted = [clamped(t, shape.max_m, shape.max_n) for t in found]
     kept = [
         t for t in dict.fromkeys(fitted) if _shared_bytes(t, shape, owned) <= device.shared_bytes
     ]
-    return tuple(kept) or (_clamped(_SMALL[-1], shape),)
+    return tuple(kept) or (clamped(_SMALL[-1], shape.max_m, shape.max_n),)
 
 
 def _lookup(table: Table, device: Device, shape: Shape) -> tuple[Tile, ...]:
@@ -107,17 +106,6 @@ def _lookup(table: Table, device: Device, shape: Shape) -> tuple[Tile, ...]:
         if device.arch >= arch and shape.width <= width:
             return tiles
     return ()
-
-
-def _clamped(tile: Tile, shape: Shape) -> Tile:
-    tile_m, tile_n = min(tile.tile_m, shape.max_m), min(tile.tile_n, shape.max_n)
-    warps = tile.num_warps
-    if tile_m < tile.tile_m or tile_n < tile.tile_n:
-        warps = min(warps, 4)
-    if INTERPRETED:
-        # an interpreted step costs milliseconds whatever its size
-        return Tile(tile_m, tile_n, 4, 1)
-    return Tile(tile_m, tile_n, warps, tile.num_stages)
 
 
 def _shared_bytes(tile: Tile, shape: Shape, owned: str) -> int:

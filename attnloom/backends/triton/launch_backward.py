@@ -19,6 +19,7 @@ from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
 from attnloom.backends.triton.arguments import bind, descriptors, is_aligned, steps
 from attnloom.backends.triton.backward import delta_kernel
 from attnloom.backends.triton.captured import Captured
+from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.fields import triton_type
 from attnloom.backends.triton.fields_backward import DeltaConfig, Role, stats_by_tma
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
@@ -112,7 +113,6 @@ def zero_gradients(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
 
 
 _delta: dict[tuple[object, ...], Launcher] = {}
-_DELTA_LIMIT = 4096
 
 
 def _row_statistics(operands: Operands) -> torch.Tensor:
@@ -120,9 +120,8 @@ def _row_statistics(operands: Operands) -> torch.Tensor:
     stats = _empty_statistics(operands)
     launch = _delta.get(operands.signature)
     if launch is None:
-        if len(_delta) >= _DELTA_LIMIT:
-            _delta.clear()
-        launch = _delta[operands.signature] = _prepare_delta(operands)
+        launch = _prepare_delta(operands)
+        keep(_delta, operands.signature, launch)
     launch(operands.rows_aligned, *_delta_arguments(operands, stats))
     return stats
 

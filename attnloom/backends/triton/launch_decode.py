@@ -9,37 +9,33 @@ import torch
 import triton
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
-from attnloom.backends.triton import configs
-from attnloom.backends.triton.again import ForwardAgain, with_aliases
+from attnloom.backends.triton import configs, phase
+from attnloom.backends.triton.again import ForwardAgain, Starter
 from attnloom.backends.triton.arguments import (
     Triple,
     addressed,
     bind,
     stand_ins,
 )
-from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.decode import combine_kernel, decode_kernel
 from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
-    launch_key,
-    num_tries,
     overhanging_block,
 )
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering, group_lists
 from attnloom.backends.triton.packed import pack_double, pack_ints
 from attnloom.backends.triton.preparation import (
-    READY_LIMIT,
     key_value_blanks,
     packed_strides,
     phase_fields,
     shape_class,
 )
+from attnloom.backends.triton.splits import num_splits, partial_results
 
 MAX_ROWS = 64  # query heads of a group times queries that count as decode
 MAX_ROWS_IDLE = 128  # the same where a forward would leave processors idle
-_MAX_SPLITS = 128
 _NO_LISTS = (0.0,) * 8
 
 
@@ -72,48 +68,28 @@ def is_decode(call: AttentionCall) -> bool:
 
 def decode(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     """Run the decode kernel and, with more than one split, the merging one. No tensor is empty."""
-    tensors = Tensors.of(call, want_max_scores)
-    key = launch_key(call, tensors)
-    ready = _ready.get(key)
-    if ready is None:
-        if len(_ready) >= READY_LIMIT:
-            _ready.clear()
-        _ready[key] = _choose(call, tensors)
-    else:
-        _launch(ready, call, tensors)
-    return tensors.result()
-
-
-def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
-    return choose(
-        _tiles(call),
-        lambda tile: _prepare(call, tensors, tile),
-        lambda ready: _launch(ready, call, tensors),
-        configs.FEW_SPILLS,
-        num_tries(call),
-    )
+    return phase.run(call, want_max_scores, _ready, _tiles, _prepare, _launch)
 
 
 def decode_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
     """See `registry.Backend`; None where launches are Triton's."""
-    tensors = Tensors.of(call, want_max_scores)
-    ready = _ready.get(launch_key(call, tensors))
-    found = with_aliases(call, tensors)
-    if ready is None or found is None:
-        return None
-    alias, others, sources = found
+    return phase.again(call, want_max_scores, _ready, _restart)
+
+
+def _restart(
+    ready: _Ready, call: AttentionCall, tensors: Tensors, sources: list[torch.Tensor]
+) -> Starter | None:
     if ready.num_splits == 1:
-        args = _arguments(ready, alias, others, (others.lse,) * 3, addressed)
-        restart = ready.launch.restart(args, sources)
-        return None if restart is None else ForwardAgain(call, tensors, restart)
-    partial = _partial(ready, others)
-    args = _arguments(ready, alias, others, partial, addressed)
+        args = _arguments(ready, call, tensors, (tensors.lse,) * 3, addressed)
+        return ready.launch.restart(args, sources)
+    partial = _partial(ready, tensors)
+    args = _arguments(ready, call, tensors, partial, addressed)
     split = ready.launch.restart(args, (*sources, *partial))
-    outputs = others.outputs()
-    merge = ready.merge.restart(_merging(ready, alias, others, partial), (*outputs, *partial))
+    outputs = tensors.outputs()
+    merge = ready.merge.restart(_merging(ready, call, tensors, partial), (*outputs, *partial))
     if split is None or merge is None:
         return None
-    scratch = _Scratch(ready, others)
+    scratch = _Scratch(ready, tensors)
 
     def start(stream: int, addresses: tuple[int, ...]) -> None:
         room, parts = scratch.allocate()
@@ -121,7 +97,7 @@ def decode_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | N
         merge(stream, addresses[-3:] + parts)
         del room  # the stream orders its next use
 
-    return ForwardAgain(call, tensors, start)
+    return start
 
 
 class _Scratch:
@@ -181,12 +157,7 @@ def _merging(
 
 
 def _partial(ready: _Ready, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """partial_acc, partial_m and partial_l of decode.py, in one allocation."""
-    count = ready.num_units * ready.num_splits * ready.num_rows
-    # each part starts at a multiple of 16 bytes
-    step = -(-count // 4) * 4
-    room = tensors.lse.new_empty(2 * step + count * tensors.value.size(3))
-    return room[2 * step :], room[:step], room[step : 2 * step]
+    return partial_results(ready.num_units * ready.num_splits * ready.num_rows, tensors)
 
 
 def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Ready:
@@ -195,7 +166,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     group = heads // key.size(1)
     num_units, num_rows = batch * key.size(1), group * q_len
     num_chunks = -(-num_rows // tile.tile_m)
-    num_splits = _num_splits(
+    splits = num_splits(
         num_units * num_chunks,
         -(-key.size(2) // tile.tile_n),
         2 * configs.device_of(query.device).num_processors,
@@ -204,7 +175,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         heads,
         group,
         num_chunks,
-        num_splits,
+        splits,
         q_len,
         key.size(2),
         0 if blocks is None else blocks.q_offset,
@@ -214,34 +185,20 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     )
     config = ForwardConfig(
         **phase_fields(call, tensors, tile),
-        SINGLE=num_splits == 1,
+        SINGLE=splits == 1,
         WIDTH=triton.next_power_of_2(value.size(3)),
     )
     return _Ready(
-        Launcher(decode_kernel, config, num_units * num_chunks * num_splits, tile.options),
+        Launcher(decode_kernel, config, num_units * num_chunks * splits, tile.options),
         Launcher(combine_kernel, config, num_units * num_rows, {"num_warps": 4}),
         tile,
         key_value_blanks(config, tensors, tile.tile_n),
         num_units,
-        num_splits,
+        splits,
         num_rows,
         pack_ints(shape),
         packed_strides(tensors),
     )
-
-
-def _num_splits(num_programs: int, num_tiles: int, slots: int) -> int:
-    """Splits of each program's keys that finish soonest on `slots` programs at a time.
-
-    The time is the number of rounds over the splits, and a twentieth more where splits must be
-    merged."""
-    most = max(1, min(_MAX_SPLITS, num_tiles // 2, 2 * slots // num_programs))
-
-    def cost(splits: int) -> float:
-        rounds = -(-num_programs * splits // slots)
-        return rounds / splits * (1.05 if splits > 1 else 1.0)
-
-    return min(range(1, most + 1), key=lambda n: (round(cost(n), 6), n))
 
 
 def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from attnloom.backends.registry import AttentionCall, ForwardResult
-from attnloom.backends.triton import configs
-from attnloom.backends.triton.again import ForwardAgain, with_aliases
+from attnloom.backends.triton import configs, phase
+from attnloom.backends.triton.again import ForwardAgain, Starter
 from attnloom.backends.triton.arguments import (
     Triple,
     addressed,
@@ -19,13 +21,10 @@ from attnloom.backends.triton.arguments import (
     blank_descriptors,
     stand_ins,
 )
-from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
     chunk_widths,
-    launch_key,
-    num_tries,
     overhanging_block,
 )
 from attnloom.backends.triton.forward import forward_kernel
@@ -33,7 +32,6 @@ from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering, work_lists
 from attnloom.backends.triton.packed import pack_double, pack_ints
 from attnloom.backends.triton.preparation import (
-    READY_LIMIT,
     key_value_blanks,
     packed_strides,
     phase_fields,
@@ -62,38 +60,18 @@ _ready: dict[tuple[object, ...], _Ready] = {}
 
 def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     """Run the forward kernel. Tensors may have any strides; none is empty."""
-    tensors = Tensors.of(call, want_max_scores)
-    key = launch_key(call, tensors)
-    ready = _ready.get(key)
-    if ready is None:
-        if len(_ready) >= READY_LIMIT:
-            _ready.clear()
-        _ready[key] = _choose(call, tensors)
-    else:
-        _launch(ready, call, tensors)
-    return tensors.result()
-
-
-def _choose(call: AttentionCall, tensors: Tensors) -> _Ready:
-    return choose(
-        _tiles(call),
-        lambda tile: _prepare(call, tensors, tile),
-        lambda ready: _launch(ready, call, tensors),
-        configs.FEW_SPILLS,
-        num_tries(call),
-    )
+    return phase.run(call, want_max_scores, _ready, _tiles, _prepare, _launch)
 
 
 def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
     """See `registry.Backend`; None where launches are Triton's."""
-    tensors = Tensors.of(call, want_max_scores)
-    ready = _ready.get(launch_key(call, tensors))
-    found = with_aliases(call, tensors)
-    if ready is None or found is None:
-        return None
-    alias, others, sources = found
-    restart = ready.launch.restart(_arguments(ready, alias, others, addressed), sources)
-    return None if restart is None else ForwardAgain(call, tensors, restart)
+    return phase.again(call, want_max_scores, _ready, _restart)
+
+
+def _restart(
+    ready: _Ready, call: AttentionCall, tensors: Tensors, sources: list[torch.Tensor]
+) -> Starter | None:
+    return ready.launch.restart(_arguments(ready, call, tensors, addressed), sources)
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:

@@ -8,31 +8,28 @@ import torch
 import triton
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
-from attnloom.backends.triton import configs
+from attnloom.backends.triton import configs, phase
 from attnloom.backends.triton.arguments import Triple, addressed, bind
-from attnloom.backends.triton.choice import choose
 from attnloom.backends.triton.config import INTERPRETED, KernelConfig
 from attnloom.backends.triton.decode import combine_kernel
 from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
     launch_key,
-    num_tries,
     shared_fields,
     target_of,
 )
-from attnloom.backends.triton.launch_decode import _num_splits as num_splits_of
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering
 from attnloom.backends.triton.packed import pack_double, pack_ints
 from attnloom.backends.triton.paged import paged_kernel
 from attnloom.backends.triton.preparation import (
-    READY_LIMIT,
     key_value_blanks,
     packed_strides,
     shape_class,
 )
 from attnloom.backends.triton.shared_lists import lists_of_groups
+from attnloom.backends.triton.splits import num_splits, partial_results
 from attnloom.block_mask import BlockLists
 from attnloom.paged.table import PageTable
 
@@ -94,31 +91,20 @@ def unseen(call: AttentionCall) -> str | None:
 
 def attend(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
     """Run the kernel and, with more than one split, the merging one. No tensor is empty."""
+    return phase.run(call, want_max_scores, _ready, _tiles, _prepare, _launch, _key)
+
+
+def _key(call: AttentionCall, tensors: Tensors) -> tuple[object, ...]:
     table = call.table
     assert table is not None
-    tensors = Tensors.of(call, want_max_scores)
     pages = table.pages
-    key = (
+    return (
         launch_key(call, tensors),
         target_of(call),
         None if pages is None else (pages.size(1), table.page_size),
         table.counts is None,
         None if call.blocks is None else (call.blocks.grid.num_q_blocks, call.blocks.num_heads),
     )
-    ready = _ready.get(key)
-    if ready is None:
-        if len(_ready) >= READY_LIMIT:
-            _ready.clear()
-        _ready[key] = choose(
-            _tiles(call),
-            lambda tile: _prepare(call, tensors, tile),
-            lambda ready: _launch(ready, call, tensors),
-            configs.FEW_SPILLS,
-            num_tries(call),
-        )
-    else:
-        _launch(ready, call, tensors)
-    return tensors.result()
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
@@ -136,7 +122,7 @@ def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
         lists = (blocks.row_offsets, entries, *pack_ints(_list_steps(blocks)))
     partial: tuple[torch.Tensor, ...] = (tensors.lse,) * 3
     if ready.num_partials:
-        partial = _partials(ready.num_partials, tensors)
+        partial = partial_results(ready.num_partials, tensors)
     scale, outputs = pack_double(call.scale), tensors.outputs()
     ready.launch(
         addresses_aligned(call) and _is_aligned(table), tensors.query, *sources, *outputs, *partial,
@@ -161,14 +147,6 @@ def _is_aligned(table: PageTable) -> bool:
     for tensor in _table_argument(table):
         address |= tensor.data_ptr()
     return address % 16 == 0
-
-
-def _partials(count: int, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """partial_acc, partial_m and partial_l of decode.py, in one allocation."""
-    # each part starts at a multiple of 16 bytes
-    step = -(-count // 4) * 4
-    room = tensors.lse.new_empty(2 * step + count * tensors.value.size(3))
-    return room[2 * step :], room[:step], room[step : 2 * step]
 
 
 def _grouped(call: AttentionCall) -> BlockLists:
@@ -201,7 +179,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     num_tiles = -(-q_len // queries) + straddles
     num_chunks = -(-group // (tile.tile_m // queries))
     num_programs = batch * kv_heads * num_chunks * num_tiles
-    num_splits = num_splits_of(
+    splits = num_splits(
         # of two tiles that few queries may straddle one is empty
         num_programs // (2 if straddles and num_tiles == 2 else 1),
         -(-capacity // tile.tile_n),
@@ -211,7 +189,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         heads,
         group,
         num_chunks,
-        num_splits,
+        splits,
         q_len,
         capacity,
         num_tiles,
@@ -229,7 +207,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
             fields |= {f"{letter}{i}": width for i, width in enumerate(chunks)}
     config = PagedConfig(
         **fields,
-        SINGLE=num_splits == 1,
+        SINGLE=splits == 1,
         WIDTH=triton.next_power_of_2(value.size(3)),
         PAGE=table.page_size,
         GATHER=gather,
@@ -241,10 +219,10 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     num_rows = batch * heads * q_len
     merge = Launcher(combine_kernel, config, num_rows, {"num_warps": 4})
     return _Ready(
-        Launcher(paged_kernel, config, num_programs * num_splits, tile.options),
-        merge if num_splits > 1 else None,
+        Launcher(paged_kernel, config, num_programs * splits, tile.options),
+        merge if splits > 1 else None,
         key_value_blanks(config, tensors, tile.tile_n),
-        num_rows * num_splits if num_splits > 1 else 0,
+        num_rows * splits if splits > 1 else 0,
         pack_ints(shape),
         packed_strides(tensors),
     )

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from attnloom.backends.cpu.widths import mask_needs_wide_ints
 from attnloom.backends.triton.arguments import bind, reaches_far
+from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.current import on_device
 from attnloom.backends.triton.emit import Target
@@ -45,7 +46,6 @@ _PIECE_LANES = 4096
 _PIECE_WIDTH = 128
 _SETTLERS = 4093  # programs: a prime, which no number of blocks in a row is a multiple of
 _LOOK = 512
-_READY_LIMIT = 1024
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,9 +136,8 @@ def _find(bound: BoundProgram, grid: TileGrid, device: torch.device) -> _Ready:
     key = (bound.program.digest, wide, grid, device)
     found = _ready.get(key)
     if found is None:
-        if len(_ready) >= _READY_LIMIT:
-            _ready.clear()
-        found = _ready[key] = _prepare(bound, grid, Target(wide=wide, exact=True))
+        found = _prepare(bound, grid, Target(wide=wide, exact=True))
+        keep(_ready, key, found)
     return found
 
 
@@ -275,9 +274,8 @@ def _write(
     key = (ready.chunk, separate_full, programs, device)
     launch = _writers.get(key)
     if launch is None:
-        if len(_writers) >= _READY_LIMIT:
-            _writers.clear()
         config = WriteConfig(ready.chunk, separate_full)
-        launch = _writers[key] = Launcher(write_kernel, config, programs, {"num_warps": 1})
+        launch = Launcher(write_kernel, config, programs, {"num_warps": 1})
+        keep(_writers, key, launch)
     launch(True, entries, row_offsets, codes, offsets, ready.sizes)
     return lists_of(grid, row_offsets, entries)

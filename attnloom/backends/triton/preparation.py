@@ -19,7 +19,6 @@ from attnloom.backends.triton.fields import (
 )
 from attnloom.backends.triton.packed import pack_ints
 
-READY_LIMIT = 4096  # launches that each phase remembers
 _WARPGROUP_ROWS = 64  # fewer are multiplied by other instructions
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from attnloom.backends.triton import configs, configs_backward
 from attnloom.backends.triton.backward_keys import key_kernel
 from attnloom.backends.triton.backward_rows import row_kernel
-from attnloom.backends.triton.choice import choose
+from attnloom.backends.triton.choice import choose, keep
 from attnloom.backends.triton.fields import operand_type, overhanging_block
 from attnloom.backends.triton.fields_backward import Role, backward_config
 from attnloom.backends.triton.launcher import Launcher
@@ -40,7 +40,6 @@ class Ready:
     parts: int = 1
 
 
-_READY_LIMIT = 4096
 _ready: dict[tuple[object, ...], Ready] = {}
 
 
@@ -55,9 +54,7 @@ def run(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> None
     if ready is not None:
         launch(ready)
         return
-    if len(_ready) >= _READY_LIMIT:
-        _ready.clear()
-    _ready[key] = _choose(operands, role, launch)
+    keep(_ready, key, _choose(operands, role, launch))
 
 
 def known(operands: Operands, role: Role) -> Ready | None:
