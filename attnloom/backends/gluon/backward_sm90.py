@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.backward_load import load_steps
 from attnloom.backends.gluon.backward_math import (
     contexts,
@@ -62,36 +63,49 @@ def _product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(mem, n, base, WHICH: gl.constexpr, L: gl.constexpr, cfg: gl.constexpr):
+def _start_scores(mem, n, base, which, L: gl.constexpr, cfg: gl.constexpr):
     """k . q^T of a step, less lse if FOLD."""
     slot = slot_of(n, cfg)
     init = 0.0
     if cfg.FOLD:
         init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * (-1.0 / base)
-    return _product(mem.k.index(WHICH), mem.q.index(slot), init, L, cfg)
+    return _product(mem.k.index(which), mem.q.index(slot), init, L, cfg)
 
 
 @gluon.jit
-def _start_dp(mem, n, WHICH: gl.constexpr, L: gl.constexpr, cfg: gl.constexpr):
+def _start_dp(mem, n, which, L: gl.constexpr, cfg: gl.constexpr):
     """v . dout^T of a step, less delta if FOLD."""
     slot = slot_of(n, cfg)
     init = 0.0
     if cfg.FOLD:
         init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
-    return _product(mem.v.index(WHICH), mem.dout.index(slot), init, L, cfg)
+    return _product(mem.v.index(which), mem.dout.index(slot), init, L, cfg)
 
 
 @gluon.jit
-def _start_dq(mem, n, WHICH: gl.constexpr, cfg: gl.constexpr):
+def _start_dq(mem, n, which, cfg: gl.constexpr):
     """dscore . k of a step over both halves of the keys: two products. DQ_APART: all columns,
-    otherwise the WHICH-th half of them."""
+    otherwise the which-th half of them."""
+    if cfg.DQ_APART:
+        return _start_dq_columns(mem, n, 0, cfg)
+    else:
+        # where columns begin is a constant; the branch is gone once `which` is one
+        if which == 0:
+            dq = _start_dq_columns(mem, n, 0, cfg)
+        else:
+            dq = _start_dq_columns(mem, n, 1, cfg)
+        return dq
+
+
+@gluon.jit
+def _start_dq_columns(mem, n, HALF_OF_THEM: gl.constexpr, cfg: gl.constexpr):
     WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     slot = n & 1
     k0, k1 = mem.k.index(0), mem.k.index(1)
     if not cfg.DQ_APART:
-        k0 = k0.slice(WHICH * WIDTH, WIDTH, dim=1)
-        k1 = k1.slice(WHICH * WIDTH, WIDTH, dim=1)
+        k0 = k0.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
+        k1 = k1.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
     ds0, ds1 = mem.ds.index(slot * 2), mem.ds.index(slot * 2 + 1)
     acc = gl.zeros([cfg.TILE_M, WIDTH], gl.float32, L)
     dq = warpgroup_mma(ds0.permute((1, 0)), k0, acc, use_acc=False, is_async=True)
@@ -99,13 +113,13 @@ def _start_dq(mem, n, WHICH: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _dq_places(dq_ptr, WHICH: gl.constexpr, cfg: gl.constexpr):
+def _dq_places(dq_ptr, which, cfg: gl.constexpr):
     """Where the accumulators of dq go, but for the line: every four registers of a lane, 2 x 2
     elements, share one address of 16 bytes. Layout: backward_around.py."""
     WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     r = gl.arange(0, cfg.TILE_M, gl.SliceLayout(1, L))[:, None]
-    c = gl.arange(0, WIDTH, gl.SliceLayout(0, L))[None, :] + WHICH * WIDTH
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, L))[None, :] + which * WIDTH
     lane = (r % 8) * 4 + (c % 8) // 2
     return (((c // 8) * 4 + r // 16) * 128 + lane * 4).to(gl.int64) * 4
 
@@ -126,10 +140,10 @@ def _add_dq(dq_ptr, places, line, dq, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _add_late_dq(mem, n, line, dq_ptr, places, WHICH: gl.constexpr, cfg: gl.constexpr):
+def _add_late_dq(mem, n, line, dq_ptr, places, which, cfg: gl.constexpr):
     """dq of step n, if there is one, from start to end."""
     mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1, pred=n >= 0)
-    dq = warpgroup_mma_wait(0, [_start_dq(mem, n, WHICH, cfg)])
+    dq = warpgroup_mma_wait(0, [_start_dq(mem, n, which, cfg)])
     mbarrier.arrive(mem.ds_empty.index(n & 1), pred=n >= 0)
     if n >= 0:
         _add_dq(dq_ptr, places, line, dq, cfg)
@@ -150,15 +164,15 @@ def _own_queries(mem, at, dq_ptr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _give_ds(mem, n, ds, WHICH: gl.constexpr, cfg: gl.constexpr):
+def _give_ds(mem, n, ds, which, cfg: gl.constexpr):
     """dscore of a step to shared memory, for dq."""
     mbarrier.wait(mem.ds_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
-    mem.ds.index((n & 1) * 2 + WHICH).store(ds)
+    mem.ds.index((n & 1) * 2 + which).store(ds)
 
 
 @gluon.jit
 def _step(
-    state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, WHICH: gl.constexpr,
+    state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, which,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """One step. state = (its raw scores, dk, dv, line of the step before, sums), and of the next
@@ -177,10 +191,10 @@ def _step(
         queries += tag >> 1
         partial = (tag & 1) != 0
     mbarrier.wait(mem.do_full.index(slot), phase)
-    dp = _start_dp(mem, n, WHICH, L, cfg)
+    dp = _start_dp(mem, n, which, L, cfg)
     if cfg.EARLY:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        s_next = _start_scores(mem, n + 1, base, WHICH, L, cfg)
+        s_next = _start_scores(mem, n + 1, base, which, L, cfg)
     x, rest = modified(s, context, sinks, queries, keys, factor, cfg)
     exponent = x * base
     if not cfg.FOLD:
@@ -200,7 +214,7 @@ def _step(
     ds = ds.to(cfg.OPERAND)
     ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
     dv = warpgroup_mma(p_left, mem.dout.index(slot), dv, is_async=True)
-    _give_ds(mem, n, ds, WHICH, cfg)
+    _give_ds(mem, n, ds, which, cfg)
     dk = warpgroup_mma(ds_left, mem.q.index(slot), dk, is_async=True)
     fence_async_shared()
     barrier()
@@ -214,7 +228,7 @@ def _step(
         mbarrier.arrive(mem.q_empty.index(slot))
     elif cfg.DQ_APART:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        s_next = _start_scores(mem, n + 1, base, WHICH, L, cfg)
+        s_next = _start_scores(mem, n + 1, base, which, L, cfg)
         dv, p_left = warpgroup_mma_wait(2, [dv, p_left])
         mbarrier.arrive(mem.do_empty.index(slot))
         dk, ds_left = warpgroup_mma_wait(1, [dk, ds_left])
@@ -229,8 +243,8 @@ def _step(
         mbarrier.arrive(mem.do_empty.index(slot))
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=n > 0)
-        dq = _start_dq(mem, before, WHICH, cfg)
-        s_next = _start_scores(mem, n + 1, base, WHICH, L, cfg)
+        dq = _start_dq(mem, before, which, cfg)
+        s_next = _start_scores(mem, n + 1, base, which, L, cfg)
         dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
         mbarrier.arrive(mem.q_empty.index(slot))
         dq = warpgroup_mma_wait(1, [dq])
@@ -253,15 +267,15 @@ def _leave(desc, tile, acc, at, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def _own_keys(
     mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset,
-    kv_offset, WHICH: gl.constexpr, cfg: gl.constexpr,
+    kv_offset, which, cfg: gl.constexpr,
 ):  # fmt: skip
-    """The partition of a consumer."""
+    """What a consumer does."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
-    row = at.start + WHICH * HALF
+    row = at.start + which * HALF
     keys = row + gl.arange(0, HALF, gl.SliceLayout(1, L))
-    places = _dq_places(dq_ptr, WHICH, cfg)
+    places = _dq_places(dq_ptr, which, cfg)
     dk = gl.zeros([HALF, cfg.D], gl.float32, DK)
     dv = gl.zeros([HALF, cfg.DV], gl.float32, DV)
     factor, base, outgoing = scales
@@ -269,7 +283,7 @@ def _own_keys(
     total = all_steps(at, cfg)
     mbarrier.wait(mem.kv_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0, pred=total > 0)
-    s = warpgroup_mma_wait(0, [_start_scores(mem, 0, base, WHICH, L, cfg)])
+    s = warpgroup_mma_wait(0, [_start_scores(mem, 0, base, which, L, cfg)])
     n = 0
     line = -1
     if cfg.BY_HEAD:
@@ -286,7 +300,7 @@ def _own_keys(
         for _ in range(0, steps):
             state = (s, dk, dv, line, sums)
             s, dk, dv, line, sums = _step(
-                state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, WHICH, cfg
+                state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, which, cfg
             )
             # `n = end` after the loop would not be carried to the next unit
             n += 1
@@ -294,13 +308,26 @@ def _own_keys(
             args, head, column = context[4]
             cfg.GRAD_FLUSH(args, sinks, head, column, b, h, keys, sums)
     if not cfg.DQ_APART:
-        _add_late_dq(mem, total - 1, line, dq_ptr, places, WHICH, cfg)
-    _leave(dv_desc, mem.v.index(WHICH), dv, at, row, cfg.DV, cfg)
+        _add_late_dq(mem, total - 1, line, dq_ptr, places, which, cfg)
+    _leave(dv_desc, mem.v.index(which), dv, at, row, cfg.DV, cfg)
     # keys are read for dq of both halves
     last = total - 1
     mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
-    _leave(dk_desc, mem.k.index(WHICH), dk * outgoing, at, row, cfg.D, cfg)
+    _leave(dk_desc, mem.k.index(which), dk * outgoing, at, row, cfg.D, cfg)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer(
+    mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset,
+    kv_offset, NUMBER: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """The partition of a consumer; why its number is a value: forward_sm90.py."""
+    number = bi.scalar(NUMBER, gl.int32)
+    _own_keys(
+        mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset,
+        kv_offset, number, cfg,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "scales", "shape"])
@@ -317,11 +344,11 @@ def backward_kernel(
     kv_len = whole32(shape, 12)
     q_offset, kv_offset = whole32(shape, 21), whole32(shape, 24)
     if cfg.DQ_APART:
-        gl.warp_specialize(
+        bi.warp_specialize(
             [
-                (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
+                (_consumer, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
                              scales, kv_len, q_offset, kv_offset, 0, cfg)),
-                (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
+                (_consumer, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
                              scales, kv_len, q_offset, kv_offset, 1, cfg)),
                 (_own_queries, (mem, at, dq_ptr, cfg)),
                 (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
@@ -330,11 +357,11 @@ def backward_kernel(
             [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS],
         )  # fmt: skip
     else:
-        gl.warp_specialize(
+        bi.warp_specialize(
             [
-                (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
+                (_consumer, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
                              scales, kv_len, q_offset, kv_offset, 0, cfg)),
-                (_own_keys, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
+                (_consumer, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
                              scales, kv_len, q_offset, kv_offset, 1, cfg)),
                 (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
             ],

@@ -10,6 +10,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Renamed after 3.6: a tile to shared memory (descriptor, coordinates, barrier, memory), and from it
@@ -38,6 +39,24 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
     """Shared memory with another shape and layout; the method's name depends on the version."""
     found = getattr(memory, "reinterpret", None) or memory._reinterpret
     return found(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def warp_specialize(
+    partitions: Any, warps: Any, registers: Any, _semantic: Any = None, _generator: Any = None
+) -> Any:
+    """As the language's, with one name for functions in all partitions of as many warps. The
+    language calls functions by another name in the first partition, which has the warps of the
+    kernel, and reads them twice."""
+    num_warps = _semantic.builder.options.num_warps
+    before = _generator.caller_context
+    _generator.caller_context = GluonCallerContext(num_warps=num_warps)
+    try:
+        return gl.warp_specialize(
+            partitions, warps, registers, _semantic=_semantic, _generator=_generator
+        )
+    finally:
+        _generator.caller_context = before
 
 
 @gluon.jit

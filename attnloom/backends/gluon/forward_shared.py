@@ -169,10 +169,10 @@ def key_tile(tag, cfg: gl.constexpr):
 
 
 @gluon.jit
-def is_full(tag, CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def is_full(tag, consumer, cfg: gl.constexpr):
     """Whether a consumer keeps all scores of a step."""
     if cfg.APART:
-        return ((tag >> (2 * CONSUMER)) & 3) == 2
+        return ((tag >> (2 * consumer)) & 3) == 2
     else:
         return (tag & 1) == 0
 

@@ -1,0 +1,57 @@
+"""What a first call on a Hopper GPU costs before it runs: how often Triton reads functions."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
+    pytest.skip("Gluon differs from version to version of Triton", allow_module_level=True)
+
+# ruff: noqa: E402
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.kernels import cross_compile_gluon
+from tests.kernels.test_gluon_compile_forward import alibi, call_of, causal, compiled
+
+
+class _ReadError(Exception):
+    """Carries the text of a kernel that was read, so that it is not compiled."""
+
+
+def _read(source: GluonASTSource, **_: Any) -> None:
+    """In place of triton.compile."""
+    target = GPUTarget("cuda", 90, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options({"num_warps": 4})
+    functions = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    raise _ReadError(str(module))
+
+
+def functions_of(*variant: Any) -> list[str]:
+    """Functions that Triton reads for a forward, one entry for each time it does."""
+    with (
+        mock.patch.object(cross_compile_gluon.triton, "compile", _read),
+        pytest.raises(_ReadError) as found,
+    ):
+        compiled(call_of(*variant))
+    return re.findall(r"tt\.func (?:private |public )?@\"?([\w.]+?)__", str(found.value))
+
+
+def test_consumers_are_read_once():
+    """Three warpgroups of one kind in a kernel for D=64, one of them the kernel's own."""
+    found = functions_of(64, alibi, causal)
+    names = [name.rpartition(".")[2] for name in found]
+    assert names.count("_consumer") == 3
+    once = ["consume", "_plain_tile", "_weights", "softmax_step", "masked", "rescaled"]
+    assert {name: names.count(name) for name in once} == dict.fromkeys(once, 1)
