@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from attnloom.api import autocast, cached, jagged, pipeline, sharded, validate
+from attnloom.api import autocast, cached, jagged, pipeline, quantized, sharded, validate
 from attnloom.api.options import FlexKernelOptions
 from attnloom.block_mask import BlockMask
 from attnloom.errors import OptionError
@@ -56,6 +56,9 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: None = ...,
+    q_descale: float | Tensor | None = ...,
+    k_descale: float | Tensor | None = ...,
+    v_descale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -72,6 +75,9 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: None = ...,
+    q_descale: float | Tensor | None = ...,
+    k_descale: float | Tensor | None = ...,
+    v_descale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -88,6 +94,9 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: AuxRequest,
+    q_descale: float | Tensor | None = ...,
+    k_descale: float | Tensor | None = ...,
+    v_descale: float | Tensor | None = ...,
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -103,6 +112,9 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    q_descale: float | Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Scaled dot-product attention with a traced score_mod and a block-sparse mask, fused.
 
@@ -114,13 +126,15 @@ def flex_attention(
     call runs beside the compiled graph.
 
     Args:
-        query: [B, Hq, Q_LEN, D]; float64, float32, bfloat16 or float16; any strides. DTensors may
-            be sharded along batch and heads; mods see positions of the whole. Or, with key and
-            value, a nested tensor [B, Hq, jagged, D] (torch.jagged): every sequence attends to
-            itself, mods see its number as b and count positions from its start.
+        query: [B, Hq, Q_LEN, D]; float64, float32, bfloat16 or float16; any strides. float8_e4m3fn
+            and float8_e5m2 are computed as bfloat16, which out then is. DTensors may be sharded
+            along batch and heads; mods see positions of the whole. Or, with key and value, a nested
+            tensor [B, Hq, jagged, D] (torch.jagged): every sequence attends to itself, mods see its
+            number as b and count positions from its start.
         key: [Bkv, Hkv, KV_LEN, D]; Bkv is B, or 1 to share one key and value over the batch.
-            Dtypes of query, key and value may differ. Or a PagedKV or PagedKVCache, which holds
-            keys and values of sequences of any lengths; mods then see positions in the sequence.
+            Dtypes of query, key and value may differ; 8 bits are read as they lie where no gradient
+            is wanted. Or a PagedKV or PagedKVCache, which holds keys and values of sequences of any
+            lengths; mods then see positions in the sequence.
         value: [Bkv, Hkv, KV_LEN, Dv]; left out where key is a cache.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score on one score at a time; score
             is float32 (float64 if any input is), the positions are integers. Captured tensors
@@ -134,6 +148,9 @@ def flex_attention(
         return_lse: deprecated, use return_aux=AuxRequest(lse=True).
         kernel_options: see FlexKernelOptions.
         return_aux: which auxiliary outputs to return.
+        q_descale, k_descale, v_descale: what quantised query, key and value are to be multiplied by
+            (FlashAttention-3's names): a number, or a tensor [B, Hkv] of which each size may be 1;
+            q_descale may be [B, Hq] too. Scores are multiplied before the score_mod.
     Returns:
         out [B, Hq, Q_LEN, Dv] in query's dtype; with return_aux the tuple (out, AuxOutput); with
         return_lse the tuple (out, lse). A row without keys has out 0 and lse -inf and gives no
@@ -150,25 +167,47 @@ def flex_attention(
     if return_lse:
         _check_return_lse(return_aux)
     run = _beside_graph if torch.compiler.is_dynamo_compiling() else _run
+    descale = None
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        descale = quantized.Descale(q_descale, k_descale, v_descale)
     want_max_scores = return_aux is not None and return_aux.max_scores
     out, lse, max_scores = run(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, want_max_scores
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        kernel_options,
+        want_max_scores,
+        descale=descale,
     )
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
 
 
-def _run(query: Tensor, key: Any, value: Any, *rest: Any) -> pipeline.Outputs:
+def _run(
+    query: Tensor, key: Any, value: Any, *rest: Any, descale: quantized.Descale | None = None
+) -> pipeline.Outputs:
     if isinstance(key, cached.CACHES):
         sharded.check_plain(query)
         kv = cached.opened(query, key, value)
         if autocast.is_on(query):
             query = autocast.lowered(query, query.device)
+        if quantized.has_eight_bits(query, kv.key, kv.value):
+            query = quantized.beside_pages(query, kv.key, kv.value)
+        if descale is not None:
+            return quantized.run(descale, query, kv.key, kv.value, *rest, table=kv.table)
         return pipeline.run(query, kv.key, kv.value, *rest, table=kv.table)
     if isinstance(query, Tensor) and autocast.is_on(query):
         device = query.device
         query, key, value = (autocast.lowered(x, device) for x in (query, key, value))
+    if quantized.has_eight_bits(query, key, value):
+        query, key, value = quantized.readable(query, key, value, rest[0])
+    if descale is not None:
+        return quantized.run(descale, query, key, value, *rest)
     if is_dtensor(query, key, value):
         return sharded.run(query, key, value, *rest)
     if jagged.is_nested(query, key, value):

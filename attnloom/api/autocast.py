@@ -22,11 +22,11 @@ def switched_off(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
 def lowered(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What autocast makes of an input of torch's scaled_dot_product_attention.
 
-    Floating-point tensors on `device` take autocast's dtype; float64, and what is no
+    Floating-point tensors on `device` take autocast's dtype; float64, 8 bits, and what is no
     floating-point tensor, stays as it is.
     """
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         return tensor
-    if tensor.dtype == torch.float64 or tensor.device.type != device.type:
+    if tensor.dtype.itemsize in (1, 8) or tensor.device.type != device.type:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device.type))

@@ -24,6 +24,7 @@ from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, shown
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+EIGHT_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def check_inputs(
@@ -78,10 +79,11 @@ def check_tensor_arguments(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"{name} has the layout {tensor.layout}; flex_attention takes plain strided "
                 f"tensors. Use {name}.to_dense(), and a block_mask for what is absent."
             )
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES and tensor.dtype not in EIGHT_BITS:
             raise DtypeError(
-                f"{name} is {tensor.dtype}; attention takes float64, float32, bfloat16 and "
-                f"float16. Convert it first, for example {name}.to(torch.bfloat16)."
+                f"{name} is {tensor.dtype}; attention takes float64, float32, bfloat16, float16, "
+                "float8_e4m3fn and float8_e5m2. Convert it first, for example "
+                f"{name}.to(torch.bfloat16)."
             )
 
 

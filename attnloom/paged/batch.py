@@ -158,6 +158,11 @@ class PagedBatch:
                 )
         for _, new, rows in named:
             flat = new.transpose(1, 2).reshape(-1, rows.size(1))
+            if rows.dtype.itemsize == 1:
+                # torch copies no rows of 8-bit numbers; those beyond the greatest become it.
+                limit = torch.finfo(rows.dtype).max
+                flat = flat.clamp(-limit, limit).to(rows.dtype).view(torch.uint8)
+                rows = rows.view(torch.uint8)
             rows.index_copy_(0, self.rows.flatten(), flat.to(rows.dtype))
 
     def layer(self, layer: int = 0) -> PagedKV:

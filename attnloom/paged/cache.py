@@ -50,7 +50,9 @@ class PagedKVCache:
             num_pages: shared by all sequences and used by all layers alike.
             page_size: tokens a page, a power of two from 16.
             value_dim: Dv; default: head_dim.
-            dtype, device: of keys and values; torch's defaults.
+            dtype, device: of keys and values; torch's defaults. What is written is converted;
+                float8_e4m3fn and float8_e5m2 take half the memory of bfloat16, and what is too
+                large for them becomes their greatest number.
         Raises:
             OptionError: a size means nothing.
         """

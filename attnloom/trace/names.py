@@ -15,7 +15,12 @@ _MAX_DEPTH = 4
 
 NOTE = "known_as"
 # What is put around a mod when a part of a mask, or of a batch, is computed.
-_SHELLS = ("attnloom.masking.views", "attnloom.api.sharded", "attnloom.api.jagged")
+_SHELLS = (
+    "attnloom.masking.views",
+    "attnloom.api.jagged",
+    "attnloom.api.quantized",
+    "attnloom.api.sharded",
+)
 
 
 def known_as(mod: Any, name: str) -> Any:

@@ -68,8 +68,8 @@ INPUTS = {
             zeros(1, 2, 8, 16),
         ),
         DtypeError,
-        "query is torch.int64; attention takes float64, float32, bfloat16 and float16. Convert "
-        "it first, for example query.to(torch.bfloat16).",
+        "query is torch.int64; attention takes float64, float32, bfloat16, float16, "
+        "float8_e4m3fn and float8_e5m2. Convert it first, for example query.to(torch.bfloat16).",
     ),
     "device": (
         (zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16, device="meta"), zeros(1, 2, 8, 16)),

@@ -32,7 +32,6 @@ def test_case_113_autocast_is_honoured() -> None:
     close(out, reference_attention(q, k, v).out)
 
 
-@pytest.mark.xfail(strict=True, reason="fp8 keys and values are not supported yet")
 def test_case_114_fp8_cache_with_bfloat16_queries() -> None:
     """Keys and values in fp8 with a query in bfloat16."""
     q, k, v = (x.detach() for x in qkv(1, 2, 4, 16, keys=64, dtype=torch.bfloat16))
@@ -41,11 +40,18 @@ def test_case_114_fp8_cache_with_bfloat16_queries() -> None:
     close(out, reference_attention(q, k8, v8).out)
 
 
-@pytest.mark.xfail(strict=True, reason="fp8 inputs with descale arguments are not supported yet")
 def test_case_115_fp8_inputs() -> None:
-    """All inputs in fp8."""
-    q, k, v = (x.detach().to(torch.float8_e4m3fn) for x in qkv(1, 2, 64, 16))
-    assert torch.isfinite(attnloom.flex_attention(q, k, v).float()).all()
+    """All inputs in fp8, with a factor for each: others want them inside a score_mod."""
+    q, k, v = (x.detach() for x in qkv(1, 2, 64, 16))
+    factors = [x.abs().amax((2, 3)) / 448 for x in (q, k, v)]
+    small = [
+        (x / f[..., None, None]).to(torch.float8_e4m3fn)
+        for x, f in zip((q, k, v), factors, strict=True)
+    ]
+    names = ("q_descale", "k_descale", "v_descale")
+    out = attnloom.flex_attention(*small, **dict(zip(names, factors, strict=True)))
+    wide = [x.double() * f[..., None, None] for x, f in zip(small, factors, strict=True)]
+    close(out, reference_attention(*wide).out, torch.bfloat16)
 
 
 def test_case_116_window_and_softcap_compose() -> None:

@@ -189,8 +189,12 @@ def _budget(truth: torch.Tensor, rough: Errors, slack: tuple[float, float], eps:
     energy = float((size**2).sum())
     alike = energy**2 / float((size**4).sum()) if energy else 1.0
     mean = 1.5 * rough.mean + of_mean * eps * float(size.mean())
+    gain = max(GAIN_TOLERANCE, 2 * abs(rough.gain - 1))
+    if truth.numel() < FEW and energy:
+        # A few gradients through a saturated tanh are all rounding, eager's in other draws too.
+        gain = max(gain, 2 * rough.largest / float(size.max()))
     return Budget(
         largest=2 * rough.largest + of_max * eps * float(size.max()),
         mean=mean if truth.numel() >= FEW else math.inf,
-        gain=max(GAIN_TOLERANCE, 2 * abs(rough.gain - 1)) + eps / math.sqrt(alike),
+        gain=gain + eps / math.sqrt(alike),
     )

@@ -73,7 +73,8 @@ class CpuBackend:
         if call.query.device.type != "cpu":
             return f"query is on {call.query.device}, the kernels run on the CPU only."
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-            if tensor.dtype not in DTYPE_CODES:
+            known = tensor.dtype in DTYPE_CODES
+            if not known or (name == "query" and tensor.dtype.itemsize == 1):
                 return f"{name} has dtype {tensor.dtype}, which the CPU kernels cannot load."
         for bound in (call.score, call.mask):
             for spec in bound.program.tensors if bound is not None else ():

@@ -20,7 +20,14 @@ from attnloom.backends.cpu.schedule import Schedule
 from attnloom.backends.registry import AttentionCall
 from attnloom.block_mask import BlockLists
 
-DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+DTYPE_CODES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.float8_e4m3fn: 4,  # keys and values without gradients
+    torch.float8_e5m2: 5,
+}
 
 _OPERAND = 5  # data, three strides, dtype
 _NO_OPERAND = (0,) * _OPERAND

@@ -23,6 +23,7 @@ from attnloom.backends.triton.refined import refined
 from attnloom.errors import counted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_STORED = (*_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)  # keys and values without gradients
 _POSITIONS = 2**31 - 256  # row and key numbers of the last tile fit int32
 
 
@@ -41,7 +42,7 @@ class TritonBackend:
         if call.table is not None and (why := launch_paged.unseen(call)) is not None:
             return why
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in (_DTYPES if name == "query" else _STORED):
                 return (
                     f"{name} has dtype {tensor.dtype}; the kernels take halves, float32, float64."
                 )

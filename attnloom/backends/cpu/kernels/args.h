@@ -39,7 +39,7 @@
 #define DEPTH_STEP 1
 #endif
 
-enum Dtype : i64 { DTYPE_F32 = 0, DTYPE_F64 = 1, DTYPE_BF16 = 2, DTYPE_F16 = 3 };
+enum Dtype : i64 { DTYPE_F32 = 0, DTYPE_F64 = 1, DTYPE_BF16 = 2, DTYPE_F16 = 3, DTYPE_E4M3 = 4, DTYPE_E5M2 = 5 };
 
 // A [batch, head, row, element] tensor with unit stride in its last dimension; strides in elements.
 struct Operand {
@@ -97,7 +97,9 @@ INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
 INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 INLINE i64 round_up(i64 a, i64 b) { return ceil_div(a, b) * b; }
 
-INLINE i64 element_bytes(i64 dtype) { return dtype == DTYPE_F64 ? 8 : dtype == DTYPE_F32 ? 4 : 2; }
+INLINE i64 element_bytes(i64 dtype) {
+    return dtype == DTYPE_F64 ? 8 : dtype == DTYPE_F32 ? 4 : dtype >= DTYPE_E4M3 ? 1 : 2;
+}
 INLINE char* row_at(const Operand& t, i64 b, i64 h, i64 row) {
     i64 offset = b * t.stride_b + h * t.stride_h + row * t.stride_row;
     return t.data + offset * element_bytes(t.dtype);

@@ -21,6 +21,8 @@ INLINE vf load_lanes(const char* row, i64 dtype, i64 offset, i64 size) {
             return CONVERT(f32_from_bf16(load_as<v_u16>(row + offset * 2)), vf);
         if (dtype == DTYPE_F16) return CONVERT(f32_from_f16(load_as<v_u16>(row + offset * 2)), vf);
         if (dtype == DTYPE_F32) return CONVERT(load_as<v_f32>(row + offset * 4), vf);
+        if (dtype == DTYPE_E4M3) return CONVERT(f32_from_e4m3(load_as<v_u8>(row + offset)), vf);
+        if (dtype == DTYPE_E5M2) return CONVERT(f32_from_e5m2(load_as<v_u8>(row + offset)), vf);
         return CONVERT(load_as<v_f64>(row + offset * 8), vf);
     }
     vf lanes = {};
@@ -32,6 +34,10 @@ INLINE vf load_lanes(const char* row, i64 dtype, i64 offset, i64 size) {
             lanes[i] = f32_from_f16(load_as<u16>(p));
         else if (dtype == DTYPE_F32)
             lanes[i] = load_as<float>(p);
+        else if (dtype == DTYPE_E4M3)
+            lanes[i] = f32_from_e4m3(load_as<u8>(p));
+        else if (dtype == DTYPE_E5M2)
+            lanes[i] = f32_from_e5m2(load_as<u8>(p));
         else
             lanes[i] = load_as<double>(p);
     }

@@ -282,6 +282,26 @@ INLINE float f32_from_f16(u16 half) {
     return f32_from_f16(lanes)[0];
 }
 
+// float8_e5m2 is the upper half of a float16.
+INLINE v_f32 f32_from_e5m2(v_u8 x) { return f32_from_f16(CONVERT(x, v_u16) << 8); }
+INLINE float f32_from_e5m2(u8 x) { return f32_from_f16((u16)(x << 8)); }
+
+// float8_e4m3fn, as float16 above: its subnormals are m * 2^-9, one pattern is NaN, none infinite.
+INLINE v_f32 f32_from_e4m3(v_u8 eighth) {
+    v_u32 x = CONVERT(eighth, v_u32);
+    v_u32 magnitude = (x & 0x7fu) << 20;
+    v_f32 normal = (v_f32)(magnitude + (120u << 23));
+    v_f32 subnormal = (v_f32)(magnitude + (121u << 23)) - float_from_bits(121u << 23);
+    v_u32 finite = (v_u32)(magnitude < (1u << 23) ? (v_u32)subnormal : (v_u32)normal);
+    v_u32 bits = magnitude == (0x7fu << 20) ? 0x7fc00000u - (v_u32){} : finite;
+    return (v_f32)(bits | (x & 0x80u) << 24);
+}
+INLINE float f32_from_e4m3(u8 x) {
+    v_u8 lanes = {};
+    lanes[0] = x;
+    return f32_from_e4m3(lanes)[0];
+}
+
 // float to float16, round to nearest even, overflow to infinity. A value below the normal range is
 // rounded by adding 0.5, whose last bit is worth 2^-24, a subnormal half's unit.
 INLINE v_u16 f16_from_f32(v_f32 x) {
