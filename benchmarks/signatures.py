@@ -16,6 +16,8 @@ _FORMATS = {
     torch.bool: "i1",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 
 

@@ -158,3 +158,13 @@ def test_exact_math_calls_the_device_library():
     assert "tanh.approx" not in made["forward_kernel"].text
     fast = compiled("sm_90", make_call(64, score_mod=softcap))
     assert "tanh.approx" in fast["forward_kernel"].text
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("q_len", [1, 8192])
+def test_keys_and_values_of_eight_bits(stored, q_len):
+    """Converted as they are loaded; where a device cannot, they are before (api/quantized.py)."""
+    call = make_call(64, mask_mod=causal if q_len > 1 else None, q_len=q_len)
+    call = replace(call, key=call.key.to(stored), value=call.value.to(stored))
+    for made in compiled("sm_90", call).values():
+        assert (made.spills or 0) <= 16
