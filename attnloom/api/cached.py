@@ -19,7 +19,8 @@ def opened(query: torch.Tensor, cache: PagedKV | PagedKVCache, value: object) ->
     """The keys, values and table that a query attends to.
 
     Raises:
-        OptionError: a value was given too, or the layer of a cache is not said.
+        OptionError: a value was given too, the layer of a cache is not said, or sequences of a
+            batch lost their pages since.
     """
     if value is not None:
         raise OptionError(
@@ -27,6 +28,7 @@ def opened(query: torch.Tensor, cache: PagedKV | PagedKVCache, value: object) ->
             "the values too. Call flex_attention(query, cache, ...)."
         )
     if isinstance(cache, PagedKV):
+        cache.check_fresh()
         return cache
     if cache.num_layers != 1:
         raise OptionError(

@@ -9,12 +9,43 @@ import numpy as np
 import torch
 
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, counted
-from attnloom.paged.book import DROPPED, Mark, PageBook, whole_counts
+from attnloom.paged.book import DROPPED, Mark, whole_counts
 from attnloom.paged.staged import StagedInts
-from attnloom.paged.table import PagedKV, PageTable
+from attnloom.paged.table import PagedKV, PageTable, watched
 
 if TYPE_CHECKING:
     from attnloom.paged.cache import PagedKVCache
+
+
+class _Hold:
+    """The pages that sequences had at a moment, and whether they still have them. What was made of
+    them then asks before it is used; it holds no tensors of its own."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache, self._book = cache, cache.book
+        self._sequences: tuple[int, ...] = ()
+        self._marks: list[Mark] = []
+        self._losses = cache.book.losses  # when the marks were last known to be true
+
+    def take(self, sequences: tuple[int, ...]) -> None:
+        """From now on these, as they are."""
+        self._book = self._cache.book
+        self._sequences, self._marks = sequences, self._book.marks(sequences)
+        self._losses = self._book.losses
+
+    def check(self) -> None:
+        """Raise OptionError if one of the sequences lost a page."""
+        book = self._cache.book
+        if book is self._book and book.losses == self._losses:
+            return
+        lost = 0 if book is not self._book else book.lost(self._marks)
+        if lost is not None and self._marks:
+            raise OptionError(
+                f"this batch still has the old pages of sequence {self._sequences[lost]}, which "
+                "was freed, cut, moved, or given copies of shared pages since; they may be "
+                "another's now. Make a new batch, or `update` this one."
+            )
+        self._book, self._losses = book, book.losses
 
 
 class PagedBatch:
@@ -23,7 +54,7 @@ class PagedBatch:
     Made by `PagedKVCache.extend`, `append`, `batch` and `empty_batch`. `write` stores the keys and
     values of the step's tokens, `layer` is what flex_attention takes. Once one of its sequences was
     freed, cut, moved or given copies of pages, its pages may be another's: both refuse, until
-    `update`.
+    `update`, and so does flex_attention of what `layer` returned before.
 
     Attributes:
         cache: whose sequences they are.
@@ -53,13 +84,12 @@ class PagedBatch:
         tensors = self._staged.tensors
         self.positions = tensors["positions"]
         self.rows = tensors["rows"]
-        self.table = PageTable(
+        table = PageTable(
             tensors["lengths"], tensors["counts"], tensors["pages"], cache.page_size, max_length
         )
+        self.table = watched(table)
         self._layers: dict[int, PagedKV] = {}
-        self._book: PageBook = cache.book
-        self._marks: list[Mark] = []
-        self._losses = cache.book.losses  # when the marks were last known to be true
+        self._hold = _Hold(cache)
 
     @property
     def size(self) -> int:
@@ -106,21 +136,7 @@ class PagedBatch:
         self._place(into)
         self._staged.take(staging)
         self.sequences = tuple(sequences)
-        self._book = self.cache.book
-        self._marks, self._losses = self._book.marks(sequences), self._book.losses
-
-    def _check_fresh(self) -> None:
-        book = self.cache.book
-        if book is self._book and book.losses == self._losses:
-            return
-        lost = 0 if book is not self._book else book.lost(self._marks)
-        if lost is not None and self._marks:
-            raise OptionError(
-                f"this batch still has the old pages of sequence {self.sequences[lost]}, which "
-                "was freed, cut, moved, or given copies of shared pages since; they may be "
-                "another's now. Make a new batch, or `update` this one."
-            )
-        self._book, self._losses = book, book.losses
+        self._hold.take(self.sequences)
 
     def _place(self, into: dict[str, np.ndarray]) -> None:
         """Fill in what follows from lengths, counts and pages."""
@@ -144,7 +160,7 @@ class PagedBatch:
             ShapeError: other sizes.
             OptionError: the batch is stale: its sequences lost pages since.
         """
-        self._check_fresh()
+        self._hold.check()
         heads = self.cache.num_kv_heads
         stored = self.cache.layer_rows(layer)
         check_new(self.cache, key, value)
@@ -171,10 +187,11 @@ class PagedBatch:
         Raises:
             OptionError: the batch is stale: its sequences lost pages since.
         """
-        self._check_fresh()
+        self._hold.check()
         found = self._layers.get(layer)
         if found is None:
             found = PagedKV(*self.cache.layer_tensors(layer), self.table)
+            object.__setattr__(found, "_hold", self._hold)
             self._layers[layer] = found
         return found
 

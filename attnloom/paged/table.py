@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,6 +11,27 @@ import torch
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, counted
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 1 << 20
+
+
+class _Watch:
+    """Remembers at which versions of a table's tensors its contents were found in order."""
+
+    __slots__ = ("_found", "_tensors")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._found: list[int | None] | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()  # a copy of a table has other tensors, and asks each time
+
+    def holds(self, *rest: int | None) -> bool:
+        """Whether this was noted, and nothing changed since."""
+        return [*rest, *[t._version for t in self._tensors]] == self._found
+
+    def note(self, *rest: int | None) -> None:
+        """What was in order, against these arguments of the check."""
+        self._found = [*rest, *[t._version for t in self._tensors]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +61,7 @@ class PageTable:
     pages: torch.Tensor | None
     page_size: int
     max_length: int
+    _watch: _Watch | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.pages is None:
@@ -76,6 +99,14 @@ class PageTable:
         return lengths, counts
 
 
+class Hold(Protocol):
+    """Of pages that sequences have."""
+
+    def check(self) -> None:
+        """Raise OptionError if they have them no longer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """Keys and values of one layer in pages, for flex_attention(query, kv).
@@ -89,6 +120,8 @@ class PagedKV:
     key: torch.Tensor
     value: torch.Tensor
     table: PageTable
+    # of the batch of a cache that it is a layer of
+    _hold: Hold | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         table = self.table
@@ -106,6 +139,14 @@ class PagedKV:
                     "one device."
                 )
 
+    def __reduce__(self) -> tuple[type[PagedKV], tuple[torch.Tensor, torch.Tensor, PageTable]]:
+        return PagedKV, (self.key, self.value, self.table)  # pages of its own, which nobody takes
+
+    def check_fresh(self) -> None:
+        """Raise OptionError if it is of a cache in which one of its sequences lost pages since."""
+        if self._hold is not None:
+            self._hold.check()
+
 
 def check_contents(table: PageTable, q_len: int, num_pages: int | None) -> None:
     """What the tensors of a table on the CPU say, against queries of q_len rows and, unless keys do
@@ -114,17 +155,58 @@ def check_contents(table: PageTable, q_len: int, num_pages: int | None) -> None:
     Raises:
         ShapeError: a length, a count or a page of a sequence is out of range.
     """
+    watch = table._watch
+    if watch is not None and watch.holds(id(table), q_len, num_pages):
+        return
     if table.device.type != "cpu":
         return
+    _check_numbers(table, q_len, num_pages)
+    if watch is not None:
+        watch.note(id(table), q_len, num_pages)
+
+
+def watched(table: PageTable) -> PageTable:
+    """The same table, whose contents are checked again only after one of its tensors changed. For
+    tensors that nobody changes but by torch, which counts changes: not those of numpy's memory."""
+    tensors = [t for t in (table.lengths, table.counts, table.pages) if t is not None]
+    object.__setattr__(table, "_watch", _Watch(tensors))
+    return table
+
+
+def _check_numbers(table: PageTable, q_len: int, num_pages: int | None) -> None:
+    lengths, counts, pages = table.lengths, table.counts, table.pages
+    shortest, longest = _ends(lengths)
+    if shortest < 0 or longest > table.max_length:
+        _refuse_outside("lengths", lengths, 0, table.max_length, "max_length of the table")
+    if counts is not None:
+        fewest, most = _ends(counts)
+        if fewest < 0 or most > q_len:
+            _refuse_outside("counts", counts, 0, q_len, "the rows of query")
+        if most > shortest:
+            bound = "its length, as queries are its newest tokens"
+            _refuse_outside("counts", counts, 0, lengths.numpy(), bound)
+    if pages is not None and num_pages is not None:
+        first, last = _ends(pages)
+        if first < 0 or last >= num_pages:
+            _refuse_pages(table, pages.numpy(), num_pages)
+
+
+_FEW = 64  # numbers that Python compares sooner than torch starts an operator
+
+
+def _ends(numbers: torch.Tensor) -> tuple[int, int]:
+    """The least and the greatest; (0, -1) of none. A call over a cache asks each time, so what this
+    takes counts: it is nearly always all that is asked."""
+    if numbers.numel() <= _FEW:
+        listed = (numbers if numbers.dim() == 1 else numbers.flatten()).tolist()
+        return (min(listed), max(listed)) if listed else (0, -1)
+    least, greatest = torch.aminmax(numbers)
+    return int(least.item()), int(greatest.item())
+
+
+def _refuse_pages(table: PageTable, pages: np.ndarray, num_pages: int) -> None:
+    """Raise if a page of a sequence is out of range; entries past its end may be anything."""
     lengths = table.lengths.numpy()
-    _check_range("lengths", lengths, 0, table.max_length, "max_length of the table")
-    if table.counts is not None:
-        counts = table.counts.numpy()
-        _check_range("counts", counts, 0, q_len, "the rows of query")
-        _check_range("counts", counts, 0, lengths, "its length, as queries are its newest tokens")
-    if table.pages is None or num_pages is None:
-        return
-    pages = table.pages.numpy()
     used = np.arange(pages.shape[1]) * table.page_size < lengths[:, None]
     wrong = used & ((pages < 0) | (pages >= num_pages))
     if wrong.any():
@@ -138,9 +220,11 @@ def check_contents(table: PageTable, q_len: int, num_pages: int | None) -> None:
         )
 
 
-def _check_range(
-    name: str, numbers: np.ndarray, low: int, high: int | np.ndarray, bound: str
+def _refuse_outside(
+    name: str, tensor: torch.Tensor, low: int, high: int | np.ndarray, bound: str
 ) -> None:
+    """Raise if one of the numbers is out of range."""
+    numbers = tensor.numpy()
     wrong = (numbers < low) | (numbers > high)
     if wrong.any():
         b = int(np.argmax(wrong))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
+import weakref
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from attnloom import PagedKVCache
+from attnloom import PagedKVCache, flex_attention
 from attnloom.errors import AttnloomError
 
 H, D = 2, 8
@@ -153,14 +156,50 @@ def test_a_stale_batch_read_and_wrote_pages_of_another_sequence(name: str) -> No
     cache = two_sequences()
     batch = cache.empty_batch(1, 64)
     batch.update([0], [1])
+    kept, query = batch.layer(), new_tokens(1)  # kept: it was not watched, and read on
+    flex_attention(query, kept)
     STALE[name](cache)
-    for use in (batch.layer, lambda: batch.write(new_tokens(1), new_tokens(1))):
+    for use in (
+        batch.layer,
+        lambda: batch.write(new_tokens(1), new_tokens(1)),
+        lambda: flex_attention(query, kept),
+    ):
         with pytest.raises(AttnloomError, match="old pages of sequence 0"):
             use()
     live = 0 if 0 in cache.sequences else 1
     batch.update([live], [1])
     batch.write(new_tokens(1), new_tokens(1))
+    again = flex_attention(query, kept)  # nan where a page was dropped
+    torch.testing.assert_close(again, flex_attention(query, batch.layer()), equal_nan=True)
+
+
+def test_a_copy_of_a_layer_is_its_own() -> None:
+    """It has the pages as they were, which no other sequence takes."""
+    cache = two_sequences()
+    kept, query = cache.batch([0], 1).layer(), new_tokens(1)
+    want = flex_attention(query, kept)
+    copied, other = copy.deepcopy(kept), copy.deepcopy(cache.batch([0], 1))
+    cache.free([0, 1])
+    cache.keys[0].fill_(9.0)
+    assert torch.equal(flex_attention(query, copied), want)
+    assert torch.equal(flex_attention(query, other.layer()), want)
+    other.cache.free(0)
+    with pytest.raises(AttnloomError, match="old pages of sequence 0"):
+        other.layer()
+
+
+def test_a_layer_does_not_keep_its_batch_alive() -> None:
+    """A cycle of the two would keep the memory of a cache until garbage is looked for."""
+    cache = two_sequences()
+    batch = cache.batch([0], 1)
     batch.layer()
+    last = weakref.ref(batch)
+    gc.disable()
+    try:
+        del batch
+        assert last() is None
+    finally:
+        gc.enable()
 
 
 def test_a_batch_outlives_what_other_sequences_do() -> None:
