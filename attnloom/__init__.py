@@ -13,6 +13,7 @@ from attnloom.api.masks import (
     or_masks,
 )
 from attnloom.api.options import FlexKernelOptions
+from attnloom.api.parallel import balanced_rows, merge_attention
 from attnloom.block_mask import BlockMask
 from attnloom.errors import (
     AttnloomError,
@@ -47,6 +48,9 @@ __all__ = [
     "AuxRequest",
     "AuxOutput",
     "FlexKernelOptions",
+    # several processes
+    "merge_attention",
+    "balanced_rows",
     # caches
     "PagedKVCache",
     "PagedBatch",

@@ -109,8 +109,7 @@ def test_case_128_and_129_partial_results_merge_by_lse() -> None:
         )  # fmt: skip
         outs.append(out)
         lses.append(aux.lse)
-    weights = torch.stack(lses).softmax(0)
-    merged = (torch.stack(outs) * weights[..., None]).sum(0)
+    merged, _ = attnloom.merge_attention(outs, lses)
     expected, _, _ = reference_attention(q, k, v, mask=lambda b, h, i, j: i + 64 >= j)
     close(merged, expected)
     weight = normal(*merged.shape, seed=6)
@@ -120,6 +119,22 @@ def test_case_128_and_129_partial_results_merge_by_lse() -> None:
         strict=True,
     ):
         close(got, wanted)
+
+
+@pytest.mark.parametrize("block", [16, 64, (32, 128)])
+@pytest.mark.parametrize("lengths", [(96, 96), (100, 260), (7, 33)])
+def test_case_128_context_parallel_masks(block, lengths) -> None:
+    """Only equal lengths, blocks of 128 and 128 queries a rank were possible."""
+    q, k, v = qkv(1, 2, lengths[0], 16, keys=lengths[1])
+    mask = attnloom.create_block_mask(
+        lambda b, h, i, j: i + 3 >= j, None, None, *lengths, BLOCK_SIZE=block
+    )
+    parts = [
+        attnloom.flex_attention(q[:, :, a:b], k, v, block_mask=mask.rows(a, b))
+        for a, b in attnloom.balanced_rows(mask, 3)
+    ]
+    expected = reference_attention(q, k, v, mask=lambda b, h, i, j: i + 3 >= j).out
+    close(torch.cat(parts, 2), expected)
 
 
 def test_case_130_export() -> None:
