@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import DtypeError, ShapeError
-from attnloom.masking.arguments import check_tensor
+from attnloom.errors import DtypeError, ShapeError, counted
+from attnloom.masking.arguments import check_tensor, read_int
 from attnloom.paged.table import PageTable
 
 
@@ -39,12 +39,33 @@ class DecodeMask:
         return self.mask.shape
 
     def update(self, lengths: torch.Tensor) -> None:
-        """Take other lengths, in place. Waits for nothing."""
+        """Take other lengths, in place. Waits for nothing.
+
+        Raises:
+            DtypeError, ShapeError: lengths is no list of integers, one for each sequence.
+        """
+        _check_lengths(lengths)
+        if lengths.shape != self.lengths.shape:
+            raise ShapeError(
+                f"lengths is {list(lengths.shape)}; this mask was made for "
+                f"{counted(self.lengths.numel(), 'sequence')}, one length each. Call for_decode "
+                "again for another batch."
+            )
         self.table.lengths.copy_(lengths, non_blocking=True)
 
     def advance(self, count: int = 1) -> None:
-        """Let every sequence grow by `count` tokens, in place."""
-        self.table.lengths.add_(count)
+        """Let every sequence grow by `count` tokens, in place.
+
+        Raises:
+            ShapeError: count is no int of 0 or more.
+        """
+        given = read_int("count", count)
+        if given < 0:
+            raise ShapeError(
+                f"count is {given}; advance lets every sequence grow, by 0 tokens or more. To take "
+                "tokens back, or for a number of its own for each, give `update` the lengths."
+            )
+        self.table.lengths.add_(given)
 
 
 class Decoding:
@@ -65,12 +86,24 @@ class Decoding:
         Returns:
             DecodeMask, which flex_attention takes as block_mask.
         Raises:
-            DtypeError, ShapeError: lengths is no list of integers.
+            DtypeError, ShapeError: lengths is no list of integers, or counts none of as many int32.
         """
-        check_tensor("lengths", lengths)
-        if lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
-            raise DtypeError(f"lengths is {lengths.dtype}; it must hold integers. Use .int().")
-        if lengths.dim() != 1:
-            raise ShapeError(f"lengths is {list(lengths.shape)}; it must be [B].")
+        _check_lengths(lengths)
+        if counts is not None:
+            check_tensor("counts", counts)
         longest = min(self.shape[-2:])  # type: ignore[attr-defined]
         return DecodeMask(self, PageTable(lengths.int(), counts, None, 0, longest))
+
+
+def _check_lengths(lengths: torch.Tensor) -> None:
+    check_tensor("lengths", lengths)
+    if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool:
+        raise DtypeError(
+            f"lengths is {lengths.dtype}; it must hold integers, the tokens of each sequence. Use "
+            ".int()."
+        )
+    if lengths.dim() != 1:
+        raise ShapeError(
+            f"lengths is {list(lengths.shape)}; it must be [B], the tokens of each sequence, the "
+            "queries included."
+        )

@@ -12,6 +12,14 @@ from attnloom.paged.batch import PagedBatch, check_mode, check_new
 from attnloom.paged.book import PageBook, whole, whole_counts
 from attnloom.paged.table import PagedKV, check_page_size
 
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 _COPIED_AT_ONCE = 16  # pages, of all layers: what a copy holds beside the cache
 
 
@@ -55,6 +63,7 @@ class PagedKVCache:
                 large for them becomes their greatest number.
         Raises:
             OptionError: a size means nothing.
+            DtypeError: attention takes no keys of this dtype.
         """
         check_page_size(page_size)
         value_dim = head_dim if value_dim is None else value_dim
@@ -63,6 +72,12 @@ class PagedKVCache:
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise OptionError(f"{name} is {size!r}; it must be an int of 1 or more.")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in _DTYPES:
+            raise DtypeError(
+                f"dtype is {dtype!r}; keys and values are {', '.join(map(str, _DTYPES[:-1]))} or "
+                f"{_DTYPES[-1]}."
+            )
         self.book = PageBook(num_pages, page_size)
         self.page_size = page_size
         self.dropped_page, self.scrap_page = num_pages, num_pages + 1
@@ -246,7 +261,15 @@ class PagedKVCache:
 
         Args:
             size: sequences at most. max_length: tokens at most in each. q_len: rows of query.
+        Raises:
+            ShapeError: one is negative.
         """
+        given = {"size": size, "max_length": max_length, "q_len": q_len}
+        sizes = {name: whole(value, name) for name, value in given.items()}
+        for name, value in sizes.items():
+            if value < 0:
+                raise ShapeError(f"{name} is {value}; a batch has room for 0 or more.")
+        size, max_length, q_len = sizes.values()
         width = max(1, -(-max_length // self.page_size))
         return PagedBatch(self, size, q_len, width, max_length)
 

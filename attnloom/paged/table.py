@@ -177,20 +177,28 @@ def _check_numbers(table: PageTable, q_len: int, num_pages: int | None) -> None:
     lengths, counts, pages = table.lengths, table.counts, table.pages
     shortest, longest = _ends(lengths)
     if shortest < 0 or longest > table.max_length:
-        _refuse_outside("lengths", lengths, 0, table.max_length, "max_length of the table")
+        bound = _BOUND_OF_PAGES if pages is not None else _BOUND_OF_MASK
+        _refuse_outside("lengths", lengths, 0, table.max_length, bound)
     if counts is not None:
         fewest, most = _ends(counts)
         if fewest < 0 or most > q_len:
-            _refuse_outside("counts", counts, 0, q_len, "the rows of query")
+            _refuse_outside("counts", counts, 0, q_len, _BOUND_OF_QUERY)
         if most > shortest:
-            bound = "its length, as queries are its newest tokens"
-            _refuse_outside("counts", counts, 0, lengths.numpy(), bound)
+            _refuse_outside("counts", counts, 0, lengths.numpy(), _BOUND_OF_TOKENS)
     if pages is not None and num_pages is not None:
         first, last = _ends(pages)
         if first < 0 or last >= num_pages:
             _refuse_pages(table, pages.numpy(), num_pages)
 
 
+# What bounds the numbers of a table, and how to give them more room.
+_BOUND_OF_PAGES = ("max_length of the table", "give it a larger bound")
+_BOUND_OF_MASK = (
+    "the tokens that the mask was built for",
+    "call for_decode on a mask of longer sequences",
+)
+_BOUND_OF_QUERY = ("the rows of query", "give query more rows")
+_BOUND_OF_TOKENS = ("its length, as queries are its newest tokens", "count the new tokens in it")
 _FEW = 64  # numbers that Python compares sooner than torch starts an operator
 
 
@@ -221,17 +229,20 @@ def _refuse_pages(table: PageTable, pages: np.ndarray, num_pages: int) -> None:
 
 
 def _refuse_outside(
-    name: str, tensor: torch.Tensor, low: int, high: int | np.ndarray, bound: str
+    name: str, tensor: torch.Tensor, low: int, high: int | np.ndarray, bound: tuple[str, str]
 ) -> None:
-    """Raise if one of the numbers is out of range."""
+    """Raise if one of the numbers is out of range.
+
+    bound: what sets it, and what else than another number helps.
+    """
     numbers = tensor.numpy()
     wrong = (numbers < low) | (numbers > high)
     if wrong.any():
         b = int(np.argmax(wrong))
         limit = int(high[b]) if isinstance(high, np.ndarray) else high
         raise ShapeError(
-            f"{name}[{b}] is {int(numbers[b])}; it must be {low} to {limit} ({bound}). Kernels "
-            "read the table as it is when they run: correct it, or give it a larger bound."
+            f"{name}[{b}] is {int(numbers[b])}; it must be {low} to {limit} ({bound[0]}). Kernels "
+            f"read the table as it is when they run: correct it, or {bound[1]}."
         )
 
 

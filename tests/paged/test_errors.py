@@ -283,6 +283,33 @@ ERRORS: dict[str, Pinned] = {
         DeviceError,
         "counts is on meta, lengths on cpu; a PageTable lies on one device.",
     ),
+    "dtype of a cache": (
+        lambda: PagedKVCache(4, 16, H, D, dtype=torch.int8),
+        DtypeError,
+        "dtype is torch.int8; keys and values are torch.float32, torch.float64, torch.float16, "
+        "torch.bfloat16, torch.float8_e4m3fn or torch.float8_e5m2.",
+    ),
+    "no dtype": (
+        lambda: PagedKVCache(4, 16, H, D, dtype="bfloat16"),  # type: ignore[arg-type]
+        DtypeError,
+        "dtype is 'bfloat16'; keys and values are torch.float32, torch.float64, torch.float16, "
+        "torch.bfloat16, torch.float8_e4m3fn or torch.float8_e5m2.",
+    ),
+    "batch of less than nothing": (
+        lambda: cache_of(3).empty_batch(-1, 16),
+        ShapeError,
+        "size is -1; a batch has room for 0 or more.",
+    ),
+    "batch of negative length": (
+        lambda: cache_of(3).empty_batch(1, -16),
+        ShapeError,
+        "max_length is -16; a batch has room for 0 or more.",
+    ),
+    "batch of half a query": (
+        lambda: cache_of(3).empty_batch(1, 16, 0.5),  # type: ignore[arg-type]
+        OptionError,
+        "q_len is 0.5; it must be an int.",
+    ),
     "page out of range": (
         lambda: attend(9, 7),
         ShapeError,

@@ -1,0 +1,132 @@
+"""Users' mistakes with a cache that is one tensor; texts are pinned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnloom import DecodeMask, create_block_mask, flex_attention, mods
+from attnloom.errors import DtypeError, OptionError, ShapeError
+from tests.harness.pinned import Pinned, assert_says
+
+
+def decode(*lengths: int) -> DecodeMask:
+    mask = create_block_mask(mods.causal_mask, None, None, 32, 32)
+    return mask.for_decode(torch.tensor(lengths, dtype=torch.int32))
+
+
+def with_lengths(lengths: object, counts: object = None) -> DecodeMask:
+    return decode(1).mask.for_decode(lengths, counts)
+
+
+def attend(made: DecodeMask) -> torch.Tensor:
+    key = torch.zeros(made.lengths.numel(), 1, 32, 8)
+    return flex_attention(key[:, :, :1], key, key, block_mask=made)
+
+
+def advanced_past_the_end() -> torch.Tensor:
+    made = decode(5, 32)
+    made.advance()
+    return attend(made)
+
+
+INTEGERS = "it must hold integers, the tokens of each sequence. Use .int()."
+ERRORS: dict[str, Pinned] = {
+    "a list": (
+        lambda: with_lengths([1, 2]),
+        OptionError,
+        "lengths is [1, 2]; it must be a torch.Tensor.",
+    ),
+    "floats": (
+        lambda: with_lengths(torch.ones(2)),
+        DtypeError,
+        f"lengths is torch.float32; {INTEGERS}",
+    ),
+    "truths": (
+        lambda: with_lengths(torch.ones(2) > 0),
+        DtypeError,
+        f"lengths is torch.bool; {INTEGERS}",
+    ),
+    "complex numbers": (
+        lambda: with_lengths(torch.ones(2) * 1j),
+        DtypeError,
+        f"lengths is torch.complex64; {INTEGERS}",
+    ),
+    "one number": (
+        lambda: with_lengths(torch.tensor(5)),
+        ShapeError,
+        "lengths is []; it must be [B], the tokens of each sequence, the queries included.",
+    ),
+    "a list of counts": (
+        lambda: with_lengths(torch.tensor([5]), [1]),
+        OptionError,
+        "counts is [1]; it must be a torch.Tensor.",
+    ),
+    "wide counts": (
+        lambda: with_lengths(torch.tensor([5]), torch.tensor([1])),
+        DtypeError,
+        "counts is torch.int64; a PageTable holds int32. Use counts.int().",
+    ),
+    "more counts": (
+        lambda: with_lengths(torch.tensor([5]), torch.ones(2).int()),
+        ShapeError,
+        "counts is [2], lengths [1]; they must be [B] and [B].",
+    ),
+    "half a token": (
+        lambda: decode(5).advance(0.5),  # type: ignore[arg-type]
+        ShapeError,
+        "count is 0.5; it must be an int.",
+    ),
+    "backwards": (
+        lambda: decode(5).advance(-1),
+        ShapeError,
+        "count is -1; advance lets every sequence grow, by 0 tokens or more. To take tokens back, "
+        "or for a number of its own for each, give `update` the lengths.",
+    ),
+    "one update for all": (
+        lambda: decode(5, 6).update(torch.tensor([7])),
+        ShapeError,
+        "lengths is [1]; this mask was made for 2 sequences, one length each. Call for_decode "
+        "again for another batch.",
+    ),
+    "update by floats": (
+        lambda: decode(5).update(torch.tensor([5.5])),
+        DtypeError,
+        f"lengths is torch.float32; {INTEGERS}",
+    ),
+    "past the end": (
+        advanced_past_the_end,
+        ShapeError,
+        "lengths[1] is 33; it must be 0 to 32 (the tokens that the mask was built for). Kernels "
+        "read the table as it is when they run: correct it, or call for_decode on a mask of longer "
+        "sequences.",
+    ),
+    "more queries than tokens": (
+        lambda: attend(with_lengths(torch.tensor([0]), torch.ones(1).int())),
+        ShapeError,
+        "counts[0] is 1; it must be 0 to 0 (its length, as queries are its newest tokens). Kernels "
+        "read the table as it is when they run: correct it, or count the new tokens in it.",
+    ),
+    "more queries than rows": (
+        lambda: attend(with_lengths(torch.tensor([9]), torch.full((1,), 2).int())),
+        ShapeError,
+        "counts[0] is 2; it must be 0 to 1 (the rows of query). Kernels read the table as it is "
+        "when they run: correct it, or give query more rows.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    assert_says(ERRORS[name])
+
+
+@pytest.mark.parametrize("wrong", [lambda d: d.advance(-1), lambda d: d.update(torch.ones(2))])
+def test_what_is_refused_changes_no_length(wrong) -> None:
+    made = decode(5, 6)
+    with pytest.raises((ShapeError, DtypeError)):
+        wrong(made)
+    assert made.lengths.tolist() == [5, 6]
+    made.advance(2)
+    made.update(torch.tensor([9, 1]))  # int64 is as good
+    assert made.lengths.tolist() == [9, 1]
