@@ -22,6 +22,7 @@ from benchmarks.signatures import type_of
 
 # name -> (target, shared memory a block may use, device as configs.py sees it)
 TARGETS = {
+    "sm_75": (GPUTarget("cuda", 75, 32), configs.Device(75, 65536, 68, 5 << 20)),
     "sm_80": (GPUTarget("cuda", 80, 32), configs.Device(80, 166912, 108, 40 << 20)),
     "sm_86": (GPUTarget("cuda", 86, 32), configs.Device(86, 101376, 84, 6 << 20)),
     "sm_90": (GPUTarget("cuda", 90, 32), configs.Device(90, 232448, 132, 50 << 20)),

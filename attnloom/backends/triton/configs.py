@@ -38,6 +38,12 @@ class Device:
     def has_tma(self) -> bool:
         return self.arch >= 90
 
+    @property
+    def has_matrix_instructions(self) -> bool:
+        """Whether Triton uses its matrix instructions: before Ampere it has fused multiply-adds
+        alone."""
+        return not 0 < self.arch < 80
+
 
 @functools.cache
 def device_of(device: torch.device) -> Device:

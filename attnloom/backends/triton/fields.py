@@ -281,8 +281,15 @@ def num_tries(call: AttentionCall) -> int:
     """How many tiles to compile in search of one that does not spill. Products by fused
     multiply-adds spill with all tiles, and take long to compile."""
     dtype = operand_type(call.query.dtype, call.key.dtype, call.value.dtype)
-    on_tensor_cores = dtype.itemsize == 2 or precision_of(call, dtype) != "ieee"
-    return configs.MAX_TRIES if on_tensor_cores else 1
+    return 1 if by_multiply_adds(call, dtype) else configs.MAX_TRIES
+
+
+def by_multiply_adds(call: AttentionCall, dtype: torch.dtype) -> bool:
+    """Whether products of operands of this type run without matrix instructions: float32 unless it
+    may be rounded to tf32, float64, which is as wide, and all on devices before Ampere."""
+    if not configs.device_of(call.query.device).has_matrix_instructions:
+        return True
+    return dtype.itemsize > 2 and precision_of(call, dtype) == "ieee"
 
 
 def precision_of(call: AttentionCall, dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import is_aligned, takes_descriptor, unit_stride
 from attnloom.backends.triton.config import INTERPRETED
-from attnloom.backends.triton.fields import operand_type, precision_of, stored_type, target_of
+from attnloom.backends.triton.fields import by_multiply_adds, operand_type, stored_type, target_of
 from attnloom.backends.triton.layouts import mask_layouts, score_layouts
 from attnloom.ir.node import BoundProgram
 from attnloom.plan.problem import compute_type
@@ -72,10 +72,8 @@ class Operands:
 
     @functools.cached_property
     def by_multiply_adds(self) -> bool:
-        """Whether matrix products run without matrix instructions: float32 unless it may be rounded
-        to tf32, and float64, which is as wide."""
         dtype = operand_type(self.query.dtype, self.key.dtype, self.value.dtype)
-        return dtype.itemsize > 2 and precision_of(self.call, dtype) == "ieee"
+        return by_multiply_adds(self.call, dtype)
 
     @functools.cached_property
     def uses_tma(self) -> bool:
