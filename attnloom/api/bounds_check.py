@@ -17,7 +17,7 @@ from attnloom.api.token_map import live_scores, positions, row_chunks, tile_toke
 from attnloom.backends.registry import AttentionCall
 from attnloom.errors import ShapeError
 from attnloom.ir.interpret import interpret
-from attnloom.ir.node import BoundProgram
+from attnloom.ir.node import Axes, BoundProgram
 from attnloom.trace.names import mod_name, name_of
 
 Mod = Callable[..., Any] | None
@@ -96,12 +96,16 @@ def _demand(
 def _evaluate(
     bound: BoundProgram, inputs: dict[str, torch.Tensor], nodes: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    """Values of some nodes, each with the four axes and then one dimension a reduction."""
+    """Values of some nodes, of the four axes and then one dimension a reduction, broadcast."""
     program = dataclasses.replace(bound.program, outputs=nodes)
     inner = len(program.reductions)
     with torch.no_grad():
         values = interpret(dataclasses.replace(bound, program=program), inputs)
-    return [v[(..., *(None,) * inner)] if v.ndim <= 4 else v for v in values]
+    # What varies along a reduction has these dimensions already, and perhaps none before them.
+    varies = [bool(program.axes[node] & ~Axes.ALL) for node in nodes]
+    return [
+        v if along else v[(..., *(None,) * inner)] for v, along in zip(values, varies, strict=True)
+    ]
 
 
 def _explain(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from attnloom import FlexKernelOptions, flex_attention
+from attnloom import FlexKernelOptions, create_block_mask, flex_attention
 from attnloom.api.options import read_options
 from attnloom.errors import OptionError, ShapeError, UnsupportedError
 from attnloom.plan.problem import KernelOptions
@@ -107,6 +107,24 @@ def test_debug_bounds_accepts_a_guarded_index():
         return torch.where(distance.abs() <= 2, score + table[distance + 2], score)
 
     flex_attention(*qkv(key_heads=4), guarded, kernel_options={"debug_bounds": True})
+
+
+def test_debug_bounds_of_an_index_inside_a_reduction():
+    """The reduced axis was taken for the keys: a mask, or a where on the score, crashed it."""
+    rows, weights = torch.randn(7, 3), torch.randn(3)
+
+    def dots(score, b, h, q_idx, kv_idx):
+        return score + rows[q_idx] @ rows[kv_idx] + torch.relu(weights * score).sum()
+
+    def too_far(score, b, h, q_idx, kv_idx):
+        return score + (rows[q_idx] * rows[kv_idx + 1]).sum()
+
+    inputs = qkv(key_heads=4)
+    mask = create_block_mask(lambda b, h, i, j: i >= j - 2, None, None, 5, 7)
+    options = {"debug_bounds": True}
+    flex_attention(*inputs, dots, mask, kernel_options=options)
+    with pytest.raises(ShapeError, match=r"'rows' of shape \[7, 3\] with 7 in dimension 0, at b=0"):
+        flex_attention(*inputs, too_far, mask, kernel_options=options)
 
 
 def test_fp32_precision_is_one_of_three():

@@ -4,6 +4,7 @@ trace      a traced mod gives what calling it gives, also when a second binding 
 passes     simplified programs are valid and mean the same
 bounds     intervals of tiles contain every value
 tiles      create_block_mask agrees with the dense mask, score by score and tile by tile
+indices    debug_bounds finds every index inside its tensor, or says which is not
 gradients  in float64, by the tiled backend, against autograd through the dense oracle
 kernel     the compiled CPU kernel within the error budget of tests/harness
 """
@@ -20,6 +21,7 @@ import torch
 
 import attnloom
 from attnloom.backends.reference import evaluate_lanes
+from attnloom.errors import ShapeError
 from attnloom.ir.interpret import interpret
 from attnloom.ir.node import BoundProgram, Program
 from attnloom.ir.passes.bounds import node_intervals
@@ -193,6 +195,13 @@ def check_tiles(case: FuzzCase) -> None:
     assert torch.equal(mask.to_mask().expand(shape), kept), "kept scores differ"
 
 
+def check_indices(case: FuzzCase) -> None:
+    """debug_bounds passes, or names an index that leaves its tensor: no other error."""
+    problem = draw_problem(replace(case, dtype=torch.float32))
+    with contextlib.suppress(ShapeError):
+        attnloom_with(backend="tiled", debug_bounds=True)(problem)
+
+
 def check_gradients(case: FuzzCase) -> None:
     """out, lse and every gradient, in float64 throughout, with no kernel but torch's."""
     with double_by_default():
@@ -271,6 +280,7 @@ CHECKS: dict[str, Check] = {
     "passes": check_passes,
     "bounds": check_bounds,
     "tiles": check_tiles,
+    "indices": check_indices,
     "gradients": check_gradients,
     "kernel": check_kernel,
 }
