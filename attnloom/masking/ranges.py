@@ -1,8 +1,8 @@
 """What a mask can be over rectangles of scores, by interval arithmetic.
 
 Known exactly, and given to `bounds`, are one-sided parts (from pyramids, or at single positions)
-and elements of captured tensors whose index is a single value over the rectangle, such as
-`table[q_idx // 128, kv_idx // 128]` on a tile.
+and elements of captured tensors of whose indices all but one are single values over the rectangle,
+such as `table[q_idx // 128, kv_idx // 128]` on a tile, or `near[h, q_idx - kv_idx]`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from attnloom.ir.interval import Interval
 from attnloom.ir.node import BoundProgram, DType
 from attnloom.ir.passes.bounds import bounds, node_intervals
 from attnloom.masking.lists import TileGrid
 from attnloom.masking.summaries import FANOUT, Range, one_sided_parts, summarise
+from attnloom.masking.table_ranges import SparseTable, element_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Ranges:
         self.pyramids = summarise(self.parts, grid, num_levels, device)
         self.joint_loads = _joint_loads(bound, set(self.pyramids))
         self.whole = {i: _whole_range(bound, i) for i in self.joint_loads}
+        self.tables: dict[int, dict[int, SparseTable]] = {i: {} for i in self.joint_loads}
 
     @property
     def are_exact(self) -> bool:
@@ -116,26 +117,16 @@ class Ranges:
 
     def _bounds(self, spans: dict[str, Range], known: dict[int, Range]) -> Range:
         for index in self.joint_loads:
-            args = self.bound.program.nodes[index].args
-            found = node_intervals(self.bound, spans, known, args)
-            known[index] = self._element(index, [found[a] for a in args])
+            node = self.bound.program.nodes[index]
+            found = node_intervals(self.bound, spans, known, node.args)
+            known[index] = element_range(
+                self.bound.tensors[node.attr],  # type: ignore[index]
+                node.dtype,
+                [found[a] for a in node.args],
+                self.whole[index],
+                self.tables[index],
+            )
         return bounds(self.bound, spans, known)
-
-    def _element(self, index: int, at: list[Interval]) -> Range:
-        """The element where its index is a single value, the whole tensor's range elsewhere."""
-        lo, hi = self.whole[index]
-        single = at[0].lo == at[0].hi
-        for position in at[1:]:
-            single = single & (position.lo == position.hi)
-        tensor = self.bound.tensors[self.bound.program.nodes[index].attr]  # type: ignore[index]
-        if not tensor.numel() or not bool(single.any()):
-            return lo, hi
-        places = tuple(
-            torch.where(p.lo < 0, p.lo + size, p.lo).clamp(0, size - 1)
-            for p, size in zip(at, tensor.shape, strict=True)
-        )
-        value = tensor.detach()[places].to(lo.dtype)
-        return torch.where(single, value, lo), torch.where(single, value, hi)
 
 
 def _joint_loads(bound: BoundProgram, known: set[int]) -> list[int]:

@@ -105,8 +105,8 @@ class CpuBackend:
         state = _row_state(call, real)
         rows = (lse.data_ptr(), _address(max_scores), 0, _address(state))
         threads = num_threads(call)
-        # A backward takes scores from the products of the forward kernel: those of the decode kernel
-        # add up in another order, and would be divided by sums that are not theirs.
+        # A backward takes scores from the products of the forward kernel: those of the decode
+        # kernel add up in another order, and would be divided by sums that are not theirs.
         schedule = decode_schedule(call, threads) if state is None else None
         kernel = "forward" if schedule is None else "decode"
         _launch(kernel, call, real, Parts(operands, rows, schedule or Schedule(threads)))
