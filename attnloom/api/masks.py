@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, ModuleType
 
 import torch
 
@@ -211,9 +211,13 @@ def _numbered(device: torch.device) -> torch.device:
 def _num_arguments(mod: Mod) -> int:
     """4 for a mask_mod, 5 for a score_mod: parameters without defaults."""
     if not callable(mod):
-        raise ModError(
-            f"{shown(mod)} is not callable; a mask_mod is a function of (b, h, q_idx, kv_idx)."
-        )
+        hint = "a mask_mod is a function of (b, h, q_idx, kv_idx)."
+        if isinstance(mod, ModuleType):
+            own = [n for n, f in vars(mod).items() if getattr(f, "__module__", "") == mod.__name__]
+            names = [f"'{n}'" for n in own if not n.startswith("_") and callable(vars(mod)[n])]
+            found = f" It holds {', '.join(names)}." if names else ""
+            raise ModError(f"module '{mod.__name__}' is not callable; {hint}{found}")
+        raise ModError(f"{shown(mod)} is not callable; {hint}")
     count = _count_parameters(mod)
     if count not in (4, 5):
         raise ModError(

@@ -69,8 +69,11 @@ def kind_of(mod: object, name: str) -> Kind:
         ModError: it takes neither 4 nor 5 arguments, or cannot be called.
     """
     if not callable(mod):
+        what = f"{mod!r:.60}"
+        if isinstance(mod, tuple | list):
+            what = f"a {type(mod).__name__} of {len(mod)} (write a function that returns one)"
         raise ModError(
-            f"'{name}' is not a function but {mod!r:.60}; a score_mod takes (score, b, h, "
+            f"'{name}' is not a function but {what}; a score_mod takes (score, b, h, "
             "q_idx, kv_idx) and a mask_mod (b, h, q_idx, kv_idx)."
         )
     try:

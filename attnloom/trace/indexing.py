@@ -54,6 +54,13 @@ def getitem(trace: Trace, base: Any, key: Any) -> Array:
 def _host_slices(trace: Trace, base: Any, items: list[Any]) -> tuple[Any, list[Any]]:
     """Slices such as `t[:, 1:5]` of a captured tensor are taken before the kernel runs."""
     partial = [i for i in items if isinstance(i, slice) and i != slice(None)]
+    ends = [end for i in partial for end in (i.start, i.stop, i.step)]
+    if any(type(end) is Symbol for end in ends):
+        raise trace.error(
+            "slices a tensor from or to a traced position",
+            "how long a slice is must be known before the call. Sum over a range by two elements "
+            "of a captured running sum, sums[stop] - sums[start]; take one element by an index.",
+        )
     if not partial or type(base) is Symbol:
         return base, items
     trace.reads_host = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnloom import mods
 from attnloom.api.masks import and_masks, create_block_mask, create_mask, or_masks
 from attnloom.errors import ModError, OptionError, ShapeError, TraceError
 
@@ -27,6 +28,12 @@ def build(mod=causal, B=1, H=1, Q=64, KV=64, **options):
         (lambda: build(soft), ModError, "'soft' takes 5 arguments, which makes it a score_mod"),
         (lambda: build(lambda b, h: b), ModError, "takes 2 arguments; a mask_mod takes 4"),
         (lambda: build("causal"), ModError, "'causal' is not callable"),
+        (
+            lambda: build(mods.causal),
+            ModError,
+            "module 'attnloom.mods.causal' is not callable; a mask_mod is a function of (b, h, "
+            "q_idx, kv_idx). It holds 'causal_mask'",
+        ),
         (lambda: build(Q=-3), ShapeError, "Q_LEN is -3; sizes are 0 or more."),
         (lambda: build(KV=2.5), ShapeError, "KV_LEN is 2.5; it must be an int."),
         (lambda: build(B=-1), ShapeError, "B is -1"),

@@ -65,3 +65,8 @@ tilt = torch.zeros(3, requires_grad=True)
 def cancels(score, b, h, q_idx, kv_idx):
     """Adds to even rows what it takes from odd ones: over all rows the gradient is 0."""
     return score + tilt[h] * (1 - 2 * (q_idx % 2))
+
+
+def pair():
+    """A factory of several mods."""
+    return window(), window(4)

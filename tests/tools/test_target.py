@@ -56,6 +56,7 @@ def test_arguments_reach_the_factory():
         (f"{MODS}:documents(1)", OptionError, "'documents' is a Tensor and cannot be called"),
         (f"{MODS}:1 + 1", OptionError, "is not a name or a call"),
         (f"{MODS}:(", OptionError, "is not a name or a call"),
+        (f"{MODS}:pair()", ModError, "'pair' is not a function but a tuple of 2 (write a function"),
         (f"{MODS}:documents", ModError, "'documents' is not a function but tensor("),
         (f"{MODS}:three", ModError, "'three(a, b, c)' takes 3 positional arguments"),
         (f"{MODS}:window", ModError, "If it is a factory that makes a mod, call it: 'window(...)'"),
