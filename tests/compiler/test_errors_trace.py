@@ -123,8 +123,8 @@ SCORE_ERRORS: list[tuple[Any, str]] = [
      "a list; its value exists only inside the kernel. To index a list with it, stack the list "
      "into one tensor outside and capture that; `range()` needs a number that is known outside."),
     (lambda s, b, h, q, kv: s + table[0, kv:q].sum(), "slices a tensor from or to a traced "
-     "position; how long a slice is must be known before the call. Sum over a range by two elements of a "
-     "captured running sum, sums[stop] - sums[start]; take one element by an index."),
+     "position; how long a slice is must be known before the call. Sum over a range by two "
+     "elements of a captured running sum, sums[stop] - sums[start]; take one element by an index."),
     (lambda s, b, h, q, kv: s * [1.0, 2.0][h], "uses a traced value in range() or as the index of"),
     (lambda s, b, h, q, kv: s + np.ones(4)[q], "gives a traced value to numpy; its value exists "
      "only inside the kernel. Use torch functions, and capture numpy arrays as tensors "
