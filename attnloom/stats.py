@@ -11,7 +11,8 @@ class CompileStats:
     """A snapshot of the counters.
 
     traces: times a mod was traced. A mod that the fast path recognised does not count.
-    kernels_compiled: kernels that a compiler was run for.
+    kernels_compiled: kernels that a compiler was run for. Those of a backward may be compiled, and
+        count, while the forward runs.
     kernels_loaded: kernels loaded into the process, freshly compiled or from the cache on disk.
     fallbacks: calls that "auto" gave to a slower backend than the best one for the device.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from attnloom.api import planning, repeats
 from attnloom.backends.gluon import gate
-from attnloom.backends.triton import configs, direct, launcher
+from attnloom.backends.triton import beside, configs, direct, launcher
 from attnloom.backends.triton.launch import TritonBackend
 from benchmarks.signatures import type_of
 
@@ -59,16 +60,18 @@ class Gpu:
     sizes: list[list[int]] = field(default_factory=list)
     encoded: int = 0
     stream: int = 0
+    compiling: threading.Lock = field(default_factory=threading.Lock)
 
     def compile(self, kernel: Any, *args: Any, **_: Any) -> SimpleNamespace:
         """As JITFunction.run with warmup=True, but for the kernel."""
         kinds = {name: type_of(a) for name, a in zip(kernel.arg_names, args, strict=True)}
         kinds[kernel.arg_names[-1]] = "constexpr"
         count = sum(_is_descriptor(kind) for kind in kinds.values())
-        self.kernels.append(kernel.__name__)
         sizes = [n for k, a in zip(kinds.values(), args, strict=True) for n in _sizes_of(k, a)]
-        self.sizes.append([*sizes, 8, 8])
-        handle = len(self.kernels) - 1
+        with self.compiling:
+            self.kernels.append(kernel.__name__)
+            self.sizes.append([*sizes, 8, 8])
+            handle = len(self.kernels) - 1
         metadata = SimpleNamespace(shared=1024, num_warps=4, tensordesc_meta=[_DESCRIPTOR] * count)
         return SimpleNamespace(
             metadata=metadata, src=SimpleNamespace(signature=kinds), hash=handle, name=handle,
@@ -183,6 +186,7 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
+        stack.callback(beside.wait_for_all)
         yield gpu
 
 

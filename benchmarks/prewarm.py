@@ -20,10 +20,7 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -220,6 +217,7 @@ def _compile(launch: Any, aligned: bool, *args: object) -> None:
     from triton.runtime.errors import OutOfResources
 
     from attnloom.backends.triton.launcher import OPTIONS
+    from attnloom.backends.triton.resources import spills_of
     from benchmarks.pretended import H200
 
     made = launch.kernel.run(
@@ -227,20 +225,7 @@ def _compile(launch: Any, aligned: bool, *args: object) -> None:
     )
     if made.metadata.shared > H200.shared_bytes:
         raise OutOfResources(made.metadata.shared, H200.shared_bytes, "shared memory")
-    launch.spills = _local_bytes(made.asm["cubin"]) // 4
-
-
-def _local_bytes(cubin: bytes) -> int:
-    """Memory of a thread, as the driver would tell of a loaded kernel."""
-    from triton import knobs
-
-    tool = knobs.nvidia.cuobjdump.path
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return sum(int(n) for n in re.findall(r"\b(?:STACK|LOCAL):(\d+)", said))
+    launch.spills = spills_of(made.asm["cubin"])
 
 
 def environment_key() -> str:

@@ -20,6 +20,7 @@ from attnloom.backends.gluon.ready_backward import Ready
 from attnloom.backends.registry import AttentionCall, Gradients, load
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
 from attnloom.backends.triton.arguments import bind
+from attnloom.backends.triton.beside import Launch, wait_for_all
 from attnloom.backends.triton.captured import Captured
 from attnloom.backends.triton.launch_backward import zero_gradients
 from attnloom.backends.triton.launcher import addresses_aligned
@@ -67,6 +68,7 @@ def _run_known(operands: Operands) -> Gradients | None:
     seen, ready = ready_backward.remembered(key)
     if seen:
         return None if ready is None else _run(operands, ready)
+    wait_for_all()
     mods = Mods.of(operands.call, has_first_numbers(operands.call))
     ready = ready_backward.prepare(operands, ready_backward.form_of(operands), mods)
     found = _run(operands, ready)
@@ -105,6 +107,17 @@ def backward_again(
     )
     restarts = [launch.restart(args, sources) for launch, args in launches]
     return BackwardAgain.of(operands, (stats, dq_sum), restarts)
+
+
+def expected_launches(operands: Operands, ready: Ready) -> tuple[Launch, Launch, Launch]:
+    """The main kernel's launch, prepare's and finish's, to be compiled and not started: row
+    statistics and the memory of dq may be any memory of float32, here that of lse."""
+    memory = operands.lse
+    return (
+        (ready.main, _main_arguments(operands, ready, (memory, memory), _NO_SINKS)),
+        (ready.prepare, _prepare_arguments(operands, ready, memory, memory)),
+        (ready.finish, _finish_arguments(operands, ready, memory)),
+    )
 
 
 def _run(operands: Operands, ready: Ready) -> Gradients:

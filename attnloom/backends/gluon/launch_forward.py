@@ -21,12 +21,13 @@ from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import ForwardAgain, with_aliases
 from attnloom.backends.triton.arguments import bind
+from attnloom.backends.triton.beside import Job
 from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.fields import Tensors, launch_key, overhanging_block
 from attnloom.backends.triton.launch_decode import is_decode
 from attnloom.backends.triton.launch_forward import heads_together
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
-from attnloom.backends.triton.lists import work_lists
+from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
 from attnloom.ir.node import Axes, Program
@@ -215,6 +216,8 @@ def _choose(call: AttentionCall, tensors: Tensors, fixed: bool) -> _Ready | str:
     best: _Ready | None = None
     for form in _in_order(call, fixed):
         ready = prepare(call, tensors, form, fixed)
+        if best is None and call.for_backward:
+            _compile_with_backward(ready, call, tensors)
         try:
             _launch(ready, call, tensors)
         except OutOfResources:
@@ -228,6 +231,19 @@ def _choose(call: AttentionCall, tensors: Tensors, fixed: bool) -> _Ready | str:
     if best.launch.spills > _MANY_SPILLS and call.options.backend == "auto":
         return "its mods need more registers than the kernel has."
     return best
+
+
+def _compile_with_backward(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
+    """Compile the kernel and, beside it, what the gradients of its results will ask for."""
+    from attnloom.backends.gluon import backward_ahead
+
+    if is_capturing(call.query) or not addresses_aligned(call):
+        return
+    counter = _counter(call.query.device)
+    job = Job([(ready.launch, _arguments(ready, call, tensors, counter))])
+    job.read.wait()
+    backward_ahead.start(call, tensors.out, tensors.lse)
+    job.wait()
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,11 +15,13 @@ from attnloom.backends.registry import (
     Gradients,
 )
 from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
+from attnloom.backends.triton.beside import Launch
 from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.configs import MAX_HEAD_DIM
 from attnloom.backends.triton.current import on_device
 from attnloom.backends.triton.launcher import addresses_aligned
 from attnloom.backends.triton.lists import fitted
+from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.refined import refined
 from attnloom.errors import counted
 
@@ -114,3 +117,12 @@ def _fitted(call: AttentionCall) -> AttentionCall:
         return call
     smaller = fitted(blocks)
     return call if smaller is blocks else replace(call, blocks=smaller)
+
+
+def backward_launches(
+    call: AttentionCall, out: torch.Tensor, lse: torch.Tensor
+) -> Sequence[Launch]:
+    """What the backward of this forward will launch first, to be compiled and not started."""
+    from attnloom.backends.triton import launch_backward
+
+    return launch_backward.first_launches(Operands.expected(refined(_fitted(call)), out, lse))

@@ -18,15 +18,17 @@ from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
 from attnloom.backends.triton.arguments import bind, descriptors, is_aligned, steps
 from attnloom.backends.triton.backward import delta_kernel
+from attnloom.backends.triton.beside import Launch, compile_for_later, wait_for_all
 from attnloom.backends.triton.captured import Captured
 from attnloom.backends.triton.choice import keep
+from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.fields import triton_type
 from attnloom.backends.triton.fields_backward import DeltaConfig, Role, stats_by_tma
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
-from attnloom.backends.triton.lists import work_lists
+from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_double, pack_ints
-from attnloom.backends.triton.ready_backward import Ready, both_fit, known, pitch_of, run
+from attnloom.backends.triton.ready_backward import Ready, both_fit, first, known, pitch_of, run
 from attnloom.backends.triton.transposed import transposed_lists
 
 _NO_LISTS = (0.0,) * 12
@@ -44,6 +46,8 @@ def backward(
 ) -> Gradients:
     """Gradients of a forward's inputs from those of out and lse. No tensor is empty."""
     operands = Operands.of(call, out, lse, dout, dlse)
+    if operands.signature not in _delta:
+        _compile_first(operands)
     stats = _row_statistics(operands)
     captured = Captured.of(call)
     scales: torch.Tensor | None = None
@@ -60,6 +64,35 @@ def backward(
         dtensors = zero_gradients(call)
     dq, dk, dv = operands.dq, operands.dk, operands.dv
     return Gradients(dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dtensors)
+
+
+def _compile_first(operands: Operands) -> None:
+    """The kernels of a backward that has not run, beside each other; those of all backwards that
+    wait for it."""
+    if not INTERPRETED and not is_capturing(operands.query):
+        for launch in first_launches(operands):
+            compile_for_later(launch)
+    wait_for_all()
+
+
+def first_launches(operands: Operands) -> list[Launch]:
+    """What a backward launches first, of each kind of kernel; none for captured gradients, whose
+    memory is not made twice. Only addresses are taken of results."""
+    call, stats = operands.call, _empty_statistics(operands)
+    if call.score is not None and any(t.requires_grad for t in call.score.program.tensors):
+        return []
+    rows = first(operands, Role(own_keys=False))
+    found: list[Launch] = [
+        (_prepare_delta(operands), _delta_arguments(operands, stats)),
+        (rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)),
+    ]
+    for role in _key_roles(operands, None):
+        ready = first(operands, role)
+        dk, dv = operands.dk, operands.dv
+        if ready.parts > 1:
+            dk = dv = stats[None, None]  # of the same type as sums of parts
+        found.append((ready.launch, _key_arguments(operands, ready, (dk, dv, stats), _NO_SINKS)))
+    return found
 
 
 def _key_roles(operands: Operands, captured: Captured | None) -> tuple[Role, ...]:

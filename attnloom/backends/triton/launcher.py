@@ -78,6 +78,13 @@ class Launcher:
         else:
             self._start_first(args)
 
+    def compile(self, args: tuple[object, ...]) -> Any:
+        """The kernel for arguments like these, as Triton keeps it for the next who asks."""
+        with hashed_once():
+            return self.kernel.run(
+                *args, self.config, grid=(self.grid,), warmup=True, **OPTIONS, **self.options
+            )
+
     def _start_anew(self, args: tuple[object, ...]) -> None:
         """By Triton, whatever the arguments are."""
         with hashed_once():
@@ -87,10 +94,7 @@ class Launcher:
 
     def _start_first(self, args: tuple[object, ...]) -> None:
         self._device = driver.active.get_current_device()
-        with hashed_once():
-            compiled = self.kernel.run(
-                *args, self.config, grid=(self.grid,), warmup=True, **OPTIONS, **self.options
-            )
+        compiled = self.compile(args)
         found = direct(compiled, self.grid, args)
         if found is not None:
             self.spills = found.spills

@@ -66,6 +66,15 @@ class Operands:
             real,
         )
 
+    @staticmethod
+    def expected(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> Operands:
+        """What the backward of a forward will most likely be given, to compile for: inputs and out
+        stand where gradients will, and nothing may be written."""
+        query, key, value = unit_stride(call.query), unit_stride(call.key), unit_stride(call.value)
+        real = compute_type(query.dtype, key.dtype, value.dtype).torch
+        out = unit_stride(out)
+        return Operands(call, query, key, value, out, out, lse, None, query, key, value, real)
+
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.query, self.key, self.value, self.dout

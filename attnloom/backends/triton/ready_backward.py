@@ -63,16 +63,28 @@ def known(operands: Operands, role: Role) -> Ready | None:
 
 
 def _choose(operands: Operands, role: Role, launch: Callable[[Ready], None]) -> Ready:
-    device = configs.device_of(operands.query.device)
-    table = configs_backward.key_tiles if role.own_keys else configs_backward.row_tiles
-    prepare = _prepare_keys if role.own_keys else _prepare_rows
     return choose(
-        table(device, replace(shape_class(operands), work=_work(operands.call.score))),
-        lambda tile: prepare(operands, role, tile),
+        _tiles(operands, role),
+        lambda tile: _prepare(operands, role, tile),
         launch,
         configs_backward.FEW_SPILLS,
         configs.MAX_TRIES,
     )
+
+
+def first(operands: Operands, role: Role) -> Ready:
+    """The launch that is tried first."""
+    return _prepare(operands, role, _tiles(operands, role)[0])
+
+
+def _tiles(operands: Operands, role: Role) -> tuple[configs.Tile, ...]:
+    device = configs.device_of(operands.query.device)
+    table = configs_backward.key_tiles if role.own_keys else configs_backward.row_tiles
+    return table(device, replace(shape_class(operands), work=_work(operands.call.score)))
+
+
+def _prepare(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
+    return (_prepare_keys if role.own_keys else _prepare_rows)(operands, role, tile)
 
 
 def _work(score: BoundProgram | None) -> int:

@@ -1,0 +1,54 @@
+"""A backward's kernels, compiled while the first forward of a variant is.
+
+At the time of the forward nothing is known of the gradients that will come in, so that the usual is
+expected: dout as out lies, no gradient of lse, no captured tensor that wants one. What comes
+otherwise is compiled when it comes, as everything was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attnloom.backends.gluon import launch_backward, ready_backward
+from attnloom.backends.gluon.configs_backward import FEW_SPILLS
+from attnloom.backends.gluon.fields_backward import Mods
+from attnloom.backends.gluon.launch_forward import has_first_numbers
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton.beside import Launch, compile_for_later
+from attnloom.backends.triton.launch import backward_launches
+from attnloom.backends.triton.operands import Operands
+from attnloom.backends.triton.resources import spills_of
+
+_NEVER_SPILLS = 64  # columns; soft-capping with ALiBi spills 47 registers at D=128, none at 64
+
+
+def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Start compiling what the backward of this forward will launch."""
+    if ready_backward.portable(call) is not None:
+        _compile(backward_launches(call, out, lse))
+        return
+    operands = Operands.expected(call, out, lse)
+    if ready_backward.remembered(ready_backward.key_of(operands))[0]:
+        return
+    mods = Mods.of(call, has_first_numbers(call))
+    ready = ready_backward.prepare(operands, ready_backward.form_of(operands), mods)
+    main, *around = launch_backward.expected_launches(operands, ready)
+    width = max(call.query.size(3), call.value.size(3))
+    may_spill = mods.inner is not None and width > _NEVER_SPILLS
+    otherwise = backward_launches(call, out, lse) if may_spill else ()
+
+    def then(made: Any) -> None:
+        """The portable kernels run what spills."""
+        if spills_of(made.asm["cubin"]) > FEW_SPILLS:
+            _compile(otherwise)
+
+    compile_for_later(main, then=then if may_spill else None)
+    compile_for_later(*around)
+
+
+def _compile(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        compile_for_later(launch)

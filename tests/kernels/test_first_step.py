@@ -1,0 +1,176 @@
+"""Kernels of a first forward and backward on a Hopper GPU: compiled beside each other, in threads,
+and no other than those that are launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import attnloom
+from attnloom.backends.triton.launcher import Launcher
+
+triton = pytest.importorskip("triton")
+if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
+    pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
+
+# ruff: noqa: E402
+from attnloom.backends.gluon import backward_ahead
+from attnloom.backends.triton import beside
+from benchmarks import prewarm
+from benchmarks.signatures import type_of
+
+HEADS, LENGTH = 4, 4096
+SLOPES = torch.full((HEADS,), 0.5)
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def alibi(score, b, h, q, kv):
+    return score + SLOPES[h] * (kv - q)
+
+
+def capped_alibi(score, b, h, q, kv):
+    return 30 * torch.tanh(alibi(score, b, h, q, kv) / 30)
+
+
+class Compiler:
+    """In place of Triton: what was compiled, by whom, and what was launched."""
+
+    def __init__(self) -> None:
+        self.compiled: dict[Any, threading.Thread] = {}
+        self.launched: list[Any] = []
+
+    def compile(self, launch: Launcher, args: tuple[object, ...]) -> Any:
+        kind = launch.kernel.__name__, launch.config, tuple(type_of(a) for a in args)
+        self.compiled.setdefault(kind, threading.current_thread())
+        return mock.Mock(asm={"cubin": b""})
+
+    def launch(self, launch: Launcher, aligned: bool, *args: object) -> None:
+        kind = launch.kernel.__name__, launch.config, tuple(type_of(a) for a in args)
+        self.launched.append(kind)
+        launch.spills = self.spills_of(launch.kernel.__name__)
+
+    spilling: frozenset[str] = frozenset()
+
+    def spills_of(self, name: str) -> int:
+        return 100 if name in self.spilling else 0
+
+    def names(self) -> list[str]:
+        return sorted(name for name, _, _ in self.compiled)
+
+
+@contextmanager
+def installed(compiler: Compiler) -> Iterator[None]:
+    patches = [
+        prewarm.without_a_device(),
+        mock.patch("torch.cuda.is_current_stream_capturing", lambda: False),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, create=True),
+        mock.patch.object(Launcher, "compile", lambda self, args: compiler.compile(self, args)),
+        mock.patch.object(Launcher, "__call__", lambda self, *args: compiler.launch(self, *args)),
+        mock.patch.object(
+            backward_ahead, "spills_of", lambda _: compiler.spills_of("backward_kernel")
+        ),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+        beside.wait_for_all()
+
+
+def inputs(head_dim: int, grad: bool = True, groups: int = 4) -> list[torch.Tensor]:
+    """groups: 1: one head of keys, and one batch entry, for all query heads."""
+    batch = groups
+    sizes = [(batch, LENGTH, n, head_dim) for n in (HEADS, groups, groups)]
+    # heads lie as a projection leaves them
+    laid = (torch.empty(size, dtype=torch.bfloat16).transpose(1, 2) for size in sizes)
+    return [x.requires_grad_(grad) for x in laid]
+
+
+def step(head_dim: int, score_mod: Any, compiler: Compiler, groups: int = 4, **kwargs: Any):
+    """Kernels by name that were compiled before the backward."""
+    mask = attnloom.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    with installed(compiler):
+        out = attnloom.flex_attention(
+            *inputs(head_dim, groups=groups), score_mod=score_mod, block_mask=mask, **kwargs
+        )
+        beside.wait_for_all()
+        ahead = compiler.names()
+        out.backward(torch.empty_like(out))
+    return ahead
+
+
+GLUON = ["backward_kernel", "finish_kernel", "forward_kernel", "prepare_kernel"]
+PORTABLE = ["delta_kernel", "key_kernel", "row_kernel"]
+
+
+@pytest.mark.parametrize("score_mod", [None, alibi, capped_alibi])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_step_compiles_what_it_launches_and_before_it_does(head_dim: int, score_mod: Any):
+    compiler = Compiler()
+    assert step(head_dim, score_mod, compiler) == GLUON
+    assert sorted(name for name, _, _ in compiler.launched) == GLUON
+    assert set(compiler.launched) == set(compiler.compiled)
+    assert threading.main_thread() not in compiler.compiled.values()
+
+
+def test_a_backward_that_spills_has_its_portable_kernels_compiled_too():
+    compiler = Compiler()
+    compiler.spilling = frozenset({"backward_kernel"})
+    assert step(128, capped_alibi, compiler) == sorted(GLUON + PORTABLE)
+    assert set(compiler.launched) == set(compiler.compiled)
+
+
+def test_a_forward_without_gradients_compiles_itself_alone():
+    compiler = Compiler()
+    with installed(compiler):
+        attnloom.flex_attention(*inputs(64, grad=False), score_mod=alibi)
+    assert [name for name, _, _ in compiler.launched] == ["forward_kernel"]
+    assert compiler.compiled == {}
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+def test_portable_kernels_of_a_backward_are_compiled_beside_each_other(groups: int):
+    """groups = 1: queries of a key head are divided among programs, whose parts are summed."""
+    compiler = Compiler()
+    options = {"backend": "triton"}
+    ahead = step(
+        128, capped_alibi, compiler, groups, enable_gqa=groups == 1, kernel_options=options
+    )
+    assert ahead == []
+    assert compiler.names() == PORTABLE
+    assert set(compiler.compiled) <= set(compiler.launched)
+    threads = compiler.compiled.values()
+    assert len({id(thread) for thread in threads}) == 3
+
+
+def test_what_does_not_compile_ahead_raises_where_it_is_launched(monkeypatch):
+    compiler = Compiler()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("ptxas is not there")
+
+    monkeypatch.setattr(compiler, "compile", fails)
+    step(64, alibi, compiler)  # threads end quietly
+    monkeypatch.setattr(compiler, "launch", fails)
+    with pytest.raises(RuntimeError, match="ptxas is not there"):
+        step(64, alibi, compiler)
+
+
+def test_a_source_that_cannot_be_read_tells_so():
+    class Source:
+        def make_ir(self) -> None:
+            raise ValueError("no such function")
+
+    read = threading.Event()
+    with mock.patch.object(beside._thread, "read", read, create=True), pytest.raises(ValueError):
+        beside._telling(Source)().make_ir()
+    assert read.is_set()
