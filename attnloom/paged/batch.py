@@ -90,6 +90,12 @@ class PagedBatch:
         self.table = watched(table)
         self._layers: dict[int, PagedKV] = {}
         self._hold = _Hold(cache)
+        # of query rows, of batch entries, and where each head begins in a page
+        self._index = (
+            np.arange(q_len),
+            np.arange(size)[:, None],
+            np.arange(cache.num_kv_heads) * cache.page_size,
+        )
 
     @property
     def size(self) -> int:
@@ -129,26 +135,33 @@ class PagedBatch:
         into["lengths"][: len(lengths)] = lengths
         into["counts"][: len(lengths)] = counts
         page_size, pages = self.cache.page_size, into["pages"]
+        is_dropped = False
         for row, sequence, length in zip(pages, sequences, lengths, strict=False):
             used = -(-length // page_size)
-            row[:used] = self.cache.book.page_array(sequence)[:used]
-        np.copyto(pages, self.cache.dropped_page, where=pages == DROPPED)
+            held = self.cache.book.page_array(sequence)[:used]
+            row[:used] = held
+            is_dropped = is_dropped or (used > 0 and held[0] == DROPPED)  # the first ones go first
+        if is_dropped:
+            np.copyto(pages, self.cache.dropped_page, where=pages == DROPPED)
         self._place(into)
         self._staged.take(staging)
         self.sequences = tuple(sequences)
         self._hold.take(self.sequences)
 
     def _place(self, into: dict[str, np.ndarray]) -> None:
-        """Fill in what follows from lengths, counts and pages."""
-        index, entry = np.arange(self.q_len), np.arange(self.size)[:, None]
-        heads, page_size = self.cache.num_kv_heads, self.cache.page_size
-        counts = into["counts"][:, None]
-        exists = index < counts
-        positions = np.where(exists, into["lengths"][:, None] - counts + index, 0)
-        page = np.where(exists, into["pages"][entry, positions // page_size], self.cache.scrap_page)
-        first = page.astype(np.int64) * (heads * page_size) + positions % page_size
-        into["positions"][:] = positions
-        into["rows"][:] = first[..., None] + np.arange(heads) * page_size
+        """Fill in what follows from lengths, counts and pages: a dozen operators, each of which
+        finds the processor's caches taken by the model's weights."""
+        index, entry, heads = self._index
+        counts, page_size = into["counts"][:, None], self.cache.page_size
+        positions, rows = into["positions"], into["rows"]
+        np.add(into["lengths"][:, None] - counts, index, out=positions)
+        padding = index >= counts
+        positions[padding] = 0
+        page = into["pages"][entry, positions // page_size]
+        page[padding] = self.cache.scrap_page
+        first = page * np.int64(len(heads) * page_size)
+        first += positions % page_size
+        np.add(first[..., None], heads, out=rows)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int = 0) -> None:
         """Store keys and values of the step's tokens; rows of padding are ignored.

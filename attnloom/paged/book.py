@@ -98,6 +98,13 @@ class PageBook:
         """The same in 32 bits each, to be read at once: it is the book's own."""
         return self._entry(sequence).pages
 
+    def has_room(self, sequence: int, count: int) -> bool:
+        """Whether `count` more tokens of a sequence go into pages that it has for itself."""
+        entry, owners = self._entry(sequence), self.allocator.owners
+        if entry.length + count > len(entry.pages) * self.page_size:
+            return False
+        return all(owners(entry.pages[place]) == 1 for place in self._written(entry, count))
+
     def extend(
         self, sequences: Sequence[int], counts: Sequence[int], reserve_only: bool = False
     ) -> list[tuple[int, int]]:

@@ -149,6 +149,8 @@ class PagedKVCache:
         if length < 0:
             raise ShapeError(f"length is {length}; a sequence has 0 tokens or more.")
         more = max(0, length - self.book.length(sequence))
+        if self.book.has_room(sequence, more):  # nearly always, where a token comes at a time
+            return
         self._copy(self.book.extend([sequence], [more], reserve_only=True))
 
     def extend(

@@ -49,6 +49,7 @@ class StagedInts:
             fields: name -> (torch.int32 or torch.int64, shape).
         """
         self._places: list[_Place] = []
+        self._kept: Staging | None = None
         at = 0
         for name, (dtype, shape) in fields.items():
             stop = at + math.prod(shape) * dtype.itemsize
@@ -63,14 +64,24 @@ class StagedInts:
             }
 
     def staging(self) -> Staging:
-        """Room for new values; fresh, as a copy that is under way still reads the last one."""
-        memory = torch.zeros(len(self._memory), dtype=torch.uint8, pin_memory=self._memory.is_cuda)
+        """Room for new values. On a device it is fresh, as a copy that is under way still reads the
+        last one; on the CPU it is there once."""
+        if self._kept is not None:
+            self._kept.memory.zero_()
+            return self._kept
+        with torch.inference_mode(False):  # as below
+            memory = torch.zeros(
+                len(self._memory), dtype=torch.uint8, pin_memory=self._memory.is_cuda
+            )
         flat = memory.numpy()
         arrays = {
             p.name: flat[p.start : p.stop].view(_NUMPY[p.dtype]).reshape(p.shape)
             for p in self._places
         }
-        return Staging(memory, arrays)
+        staging = Staging(memory, arrays)
+        if self._memory.device.type == "cpu":
+            self._kept = staging
+        return staging
 
     def take(self, staging: Staging) -> None:
         """Let the tensors hold what was staged, without waiting for the device."""

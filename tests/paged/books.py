@@ -71,13 +71,16 @@ class Model:
                 wanted.append(self.num_written)
 
     def reserve(self) -> None:
-        sequence, before = self.some(), self.book.state()
+        sequence, before, count = self.some(), self.book.state(), self.rng.randint(0, 60)
+        has_room = self.book.has_room(sequence, count)
         try:
-            for old, new in self.book.extend([sequence], [self.rng.randint(0, 60)], True):
+            for old, new in self.book.extend([sequence], [count], True):
                 self.memory[new] = list(self.memory[old])
         except OutOfPagesError:
-            assert self.book.state() == before
+            assert self.book.state() == before and not has_room
             self.num_refused += 1
+            return
+        assert has_room == (self.book.state() == before)
 
     def fork(self) -> None:
         sequence = self.some()
