@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from attnloom.api import broadcast, cached, validate
@@ -9,6 +11,7 @@ from attnloom.api.attention import ScoreMod
 from attnloom.api.masks import noop_mask
 from attnloom.api.options import read_options
 from attnloom.api.planning import plan_launch
+from attnloom.backends.registry import Again
 from attnloom.block_mask import BlockMask
 from attnloom.paged import PagedKV
 from attnloom.plan.problem import compute_type
@@ -48,9 +51,12 @@ class PreparedAttention:
             mask = trace_mask(block_mask.mask_mod, query.device)
             broadcast.check(block_mask, mask, query)
         options = read_options(None)
-        self._launch, self._tensors = plan_launch(
+        launch, self._tensors = plan_launch(
             (query, kv.key, kv.value), score, mask, block_mask.lists(), factor, options, kv.table
         )
+        # On the CPU; on a device a graph is captured, and eager calls over pages start as they are.
+        again = Again() if query.device.type == "cpu" else None
+        self._launch = replace(launch, again=again)
 
     def __call__(self, query: Tensor, kv: PagedKV) -> Tensor:
         """[B, Hq, Q_LEN, Dv] of inputs like the first ones."""

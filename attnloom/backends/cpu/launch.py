@@ -1,12 +1,13 @@
 """The CPU backend: finds the compiled kernel of a call, hands it memory and runs it.
 
 A call costs about 15 us here: kernels are remembered by structure, and all arguments are packed at
-once (launch_args.py).
+once (launch_args.py); calls that are like an earlier one keep even those (again.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from attnloom.backends.cpu import build, toolchain
+from attnloom.backends.cpu.again import ForwardAgain
 from attnloom.backends.cpu.launch_args import (
     DTYPE_CODES,
     Arguments,
@@ -88,32 +90,34 @@ class CpuBackend:
         return None
 
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
-        query, key, value = (unit_stride(t) for t in (call.query, call.key, call.value))
-        batch, heads, q_len, _ = query.shape
-        real = compute_type(query.dtype, key.dtype, value.dtype)
-        out = torch.empty((batch, heads, q_len, value.size(3)), dtype=query.dtype, device="cpu")
-        lse = torch.empty((batch, heads, q_len), dtype=real.torch, device="cpu")
-        max_scores = torch.empty_like(lse) if want_max_scores else None
+        real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
+        out, lse, max_scores = results = _forward_results(call, real, want_max_scores)
         if call.table is not None and call.table.counts is not None:
             # kernels leave rows of padding alone
             for rows_of, padding in ((out, 0.0), (lse, -math.inf), (max_scores, -math.inf)):
                 if rows_of is not None:
                     rows_of.fill_(padding)
-        in_pages = call.table is not None and call.table.pages is not None
-        stored = (operand(t, batch, in_pages) for t in (key, value))
-        operands = [operand(query, batch), *stored, operand(out, batch)] + [()] * 4
         state = _row_state(call, real)
-        rows = (lse.data_ptr(), _address(max_scores), 0, _address(state))
-        threads = num_threads(call)
-        # A backward takes scores from the products of the forward kernel: those of the decode
-        # kernel add up in another order, and would be divided by sums that are not theirs.
-        schedule = decode_schedule(call, threads) if state is None else None
-        kernel = "forward" if schedule is None else "decode"
-        _launch(kernel, call, real, Parts(operands, rows, schedule or Schedule(threads)))
+        inputs = tuple(unit_stride(t) for t in (call.query, call.key, call.value))
+        kernel, parts = _forward_parts(call, inputs, results, state)
+        _launch(kernel, call, real, parts)
         return ForwardResult(out, lse, max_scores, state)
 
-    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> None:
-        return None
+    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
+        inputs = call.query, call.key, call.value
+        real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
+        # What captured tensors hold decides the width of integers, and copies are made anew.
+        if bindings(call)[0] or any(unit_stride(t) is not t for t in inputs):
+            return None
+        if _row_state(call, real) is not None:
+            return None
+        results = _forward_results(call, real, want_max_scores)
+        name, parts = _forward_parts(call, inputs, results, None)
+        key = _structure(name, call, real)
+        if real is DType.F32 and (key in _wide or needs_wide_ints(call)):
+            return None
+        run = functools.partial(_run, _kernel(name, call, real, key, False))
+        return ForwardAgain(call, Arguments(call, parts), run, results[1], want_max_scores)
 
     def backward_again(self, call: AttentionCall, *given: torch.Tensor | None) -> None:
         return None
@@ -143,6 +147,39 @@ class CpuBackend:
         parts = Parts(operands, rows, plan.schedule, captured.table)
         _launch("backward", call, real, parts, captured.clear)
         return Gradients(dq, dk, dv, captured.total(call))
+
+
+_Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _forward_results(call: AttentionCall, real: DType, want_max_scores: bool) -> _Results:
+    """Memory for out, lse and max_scores."""
+    rows = call.query.shape[:3]
+    out = torch.empty((*rows, call.value.size(3)), dtype=call.query.dtype, device="cpu")
+    lse = torch.empty(rows, dtype=real.torch, device="cpu")
+    return out, lse, torch.empty_like(lse) if want_max_scores else None
+
+
+def _forward_parts(
+    call: AttentionCall,
+    inputs: tuple[torch.Tensor, ...],
+    results: _Results,
+    state: torch.Tensor | None,
+) -> tuple[str, Parts]:
+    """The kernel of a forward, and what it takes; inputs: with rows of unit stride."""
+    query, key, value = inputs
+    out, lse, max_scores = results
+    batch = query.size(0)
+    in_pages = call.table is not None and call.table.pages is not None
+    stored = (operand(t, batch, in_pages) for t in (key, value))
+    operands = [operand(query, batch), *stored, operand(out, batch)] + [()] * 4
+    rows = (lse.data_ptr(), _address(max_scores), 0, _address(state))
+    threads = num_threads(call)
+    # A backward takes scores from the products of the forward kernel: those of the decode
+    # kernel add up in another order, and would be divided by sums that are not theirs.
+    schedule = decode_schedule(call, threads) if state is None else None
+    kernel = "forward" if schedule is None else "decode"
+    return kernel, Parts(operands, rows, schedule or Schedule(threads))
 
 
 def _row_state(call: AttentionCall, real: DType) -> torch.Tensor | None:

@@ -140,13 +140,30 @@ class Arguments:
         at = (address + tensors_at, address + reals_at, address + ints_at)
         _ARGS.pack_into(self._memory, 0, *_words(call, parts, at, len(tensors)), call.scale)
 
+    def set_addresses(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        max_scores: torch.Tensor | None,
+    ) -> None:
+        """Let the arguments of a forward be those of another one, of tensors of the same form."""
+        memory = self._memory
+        for place, tensor in enumerate((query, key, value, out)):
+            _WORD.pack_into(memory, 8 * _OPERAND * place, tensor.data_ptr())
+        found = 0 if max_scores is None else max_scores.data_ptr()
+        _TWO_WORDS.pack_into(memory, _ROWS_OFFSET, lse.data_ptr(), found)
+
     def set_workspace(self, address: int) -> None:
         _WORD.pack_into(self._memory, _WORKSPACE_OFFSET, address)
 
 
 # Words after the workspace: five of the schedule and the scale.
 _WORKSPACE_OFFSET = _ARGS.size - 8 * 7
-_WORD = struct.Struct("q")
+_ROWS_OFFSET = 8 * 8 * _OPERAND  # lse and max_scores, behind eight operands
+_WORD, _TWO_WORDS = struct.Struct("q"), struct.Struct("2q")
 
 
 def _words(
