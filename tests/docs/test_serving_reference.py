@@ -50,3 +50,23 @@ def test_every_option_of_the_command_is_in_the_guide() -> None:
         (row,) = (line for line in rows if f"`{option}`" in line.split("|")[1])
         if action.default not in (None, False):
             assert f"`{action.default}`" in row, option
+
+
+def test_every_metric_is_in_the_guide() -> None:
+    pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+    from attnloom.serving.metrics import render
+    from attnloom.serving.server import _gauges
+    from attnloom.serving.service import Service
+    from tests.serving.endpoint import make_engine
+
+    service = Service(make_engine())
+    try:
+        text = render(service.engine.metrics, _gauges(service))
+    finally:
+        service.close()
+    names = re.findall(r"^# TYPE attnloom_(\S+)", text, re.MULTILINE)
+    section = GUIDE.split("### Metrics")[1].split("###")[0]
+    missing = [name for name in names if not re.search(rf"`{name}[`{{]", section)]
+    assert len(names) > 15 and not missing
+    told = re.findall(r"`(\w+)(?:{\w+})?`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.M)))
+    assert set(told) == set(names)
