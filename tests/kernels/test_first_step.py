@@ -82,14 +82,17 @@ def installed(compiler: Compiler) -> Iterator[None]:
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
+        beside._met.clear()
         yield
         beside.wait_for_all()
 
 
-def inputs(head_dim: int, grad: bool = True, groups: int = 4) -> list[torch.Tensor]:
+def inputs(
+    head_dim: int, grad: bool = True, groups: int = 4, length: int = LENGTH
+) -> list[torch.Tensor]:
     """groups: 1: one head of keys, and one batch entry, for all query heads."""
     batch = groups
-    sizes = [(batch, LENGTH, n, head_dim) for n in (HEADS, groups, groups)]
+    sizes = [(batch, length, n, head_dim) for n in (HEADS, groups, groups)]
     # heads lie as a projection leaves them
     laid = (torch.empty(size, dtype=torch.bfloat16).transpose(1, 2) for size in sizes)
     return [x.requires_grad_(grad) for x in laid]
@@ -127,6 +130,23 @@ def test_a_backward_that_spills_has_its_portable_kernels_compiled_too():
     compiler.spilling = frozenset({"backward_kernel"})
     assert step(128, capped_alibi, compiler) == sorted(GLUON + PORTABLE)
     assert set(compiler.launched) == set(compiler.compiled)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_another_length_is_not_compiled_ahead_again(backend: str):
+    """Where the same kernels serve it."""
+    compiler = Compiler()
+    options = {"backend": backend}
+    with installed(compiler):
+        for length in (LENGTH, LENGTH + 1024):
+            xs = inputs(64, length=length)
+            out = attnloom.flex_attention(*xs, score_mod=alibi, kernel_options=options)
+            out.backward(torch.empty_like(out))
+            beside.wait_for_all()
+            if length == LENGTH:
+                assert compiler.compiled
+                compiler.compiled.clear()
+    assert compiler.compiled == {}
 
 
 def test_a_forward_without_gradients_compiles_itself_alone():

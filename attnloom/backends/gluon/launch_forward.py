@@ -21,7 +21,7 @@ from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import ForwardAgain, with_aliases
 from attnloom.backends.triton.arguments import bind
-from attnloom.backends.triton.beside import Job
+from attnloom.backends.triton.beside import Job, is_new
 from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.fields import Tensors, launch_key, overhanging_block
 from attnloom.backends.triton.launch_decode import is_decode
@@ -238,6 +238,8 @@ def _compile_with_backward(ready: _Ready, call: AttentionCall, tensors: Tensors)
     from attnloom.backends.gluon import backward_ahead
 
     if is_capturing(call.query) or not addresses_aligned(call):
+        return
+    if not is_new(ready.launch.config):
         return
     counter = _counter(call.query.device)
     job = Job([(ready.launch, _arguments(ready, call, tensors, counter))])

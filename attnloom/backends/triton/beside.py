@@ -25,6 +25,9 @@ from attnloom.backends.triton.launcher import Launcher
 _log = logging.getLogger("attnloom")
 _thread = threading.local()
 _jobs: list[Job] = []
+_met: set[tuple[object, ...]] = set()
+_met_lock = threading.Lock()
+_MOST_MET = 4096
 
 Launch = tuple[Launcher, tuple[object, ...]]  # and its arguments
 Then = Callable[[Any], None]
@@ -73,6 +76,18 @@ def compile_for_later(*launches: Launch, then: Then | None = None) -> None:
     """Compile in a thread, for the current device and for whoever calls `wait_for_all`."""
     _jobs[:] = [job for job in _jobs if job.is_running()]
     _jobs.append(Job(launches, then))
+
+
+def is_new(*variant: object) -> bool:
+    """Whether this is asked for the first time. Making up launches to compile takes milliseconds,
+    which a call of another length, say, would pay for kernels that are there."""
+    with _met_lock:
+        if variant in _met:
+            return False
+        if len(_met) >= _MOST_MET:
+            _met.clear()
+        _met.add(variant)
+        return True
 
 
 def wait_for_all() -> None:

@@ -18,7 +18,7 @@ from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
 from attnloom.backends.triton.arguments import bind, descriptors, is_aligned, steps
 from attnloom.backends.triton.backward import delta_kernel
-from attnloom.backends.triton.beside import Launch, compile_for_later, wait_for_all
+from attnloom.backends.triton.beside import Launch, compile_for_later, is_new, wait_for_all
 from attnloom.backends.triton.captured import Captured
 from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.config import INTERPRETED
@@ -69,10 +69,18 @@ def backward(
 def _compile_first(operands: Operands) -> None:
     """The kernels of a backward that has not run, beside each other; those of all backwards that
     wait for it."""
-    if not INTERPRETED and not is_capturing(operands.query):
+    if not INTERPRETED and not is_capturing(operands.query) and is_new(*_variant(operands)):
         for launch in first_launches(operands):
             compile_for_later(launch)
     wait_for_all()
+
+
+def _variant(operands: Operands) -> tuple[object, ...]:
+    """What most lengths share."""
+    call = operands.call
+    programs = (bound and bound.program.digest for bound in (call.score, call.mask))
+    widths = operands.query.size(3), operands.value.size(3), operands.dlse is None
+    return (*programs, *widths, *[t.dtype for t in operands.inputs], call.options)
 
 
 def first_launches(operands: Operands) -> list[Launch]:
