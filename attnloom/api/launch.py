@@ -81,7 +81,10 @@ class Launch:
     ) -> ForwardResult:
         """Run the forward; a problem without queries or keys never reaches the backend."""
         again = self.again
-        if again is not None:
+        if again is None:  # one that runs again has no tensor of a negative bit
+            query, key, value, *rest = as_they_lie(query, key, value, *tensors)
+            tensors = tuple(rest)
+        else:
             run = again.forwards.get((want_max_scores, for_backward))
             result = None if run is None else run(query, key, value, tensors)
             if result is not None:
@@ -109,6 +112,10 @@ class Launch:
         """Run the backward; saved: out and lse of the forward, and its row_state if at hand."""
         again = self.again
         place: tuple[object, ...] = ()
+        query, key, value, dout, *rest = as_they_lie(query, key, value, dout, *tensors)
+        tensors = tuple(rest)
+        if dlse is not None:
+            (dlse,) = as_they_lie(dlse)
         inputs = (query, key, value, *saved[:2], dout, *(() if dlse is None else (dlse,)))
         if again is not None:
             place = (dout.dtype, *[t.stride() for t in (*inputs, *tensors)])
@@ -139,6 +146,15 @@ class Launch:
         if self.plan.score is None:
             return ()
         return tuple(i for i, t in enumerate(self.plan.score.tensors) if t.requires_grad)
+
+
+def as_they_lie(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors whose memory holds their values, as kernels read it: torch flips no sign in memory for
+    `z.conj().imag`, it notes a negative bit on the view."""
+    for tensor in tensors:
+        if tensor.is_neg():
+            return tuple(t.resolve_neg() for t in tensors)
+    return tensors
 
 
 def may_keep(query: torch.Tensor) -> bool:

@@ -4,9 +4,9 @@ Alike are calls with inputs of one form (shapes, strides, dtypes, device), mods 
 `trace/snapshots.py` says that they do the same, the same BlockMask with the lists it had, and equal
 options, under the same modes of torch. They differ in what their tensors hold and where that lies.
 
-Not looked up: tensor subclasses, dispatch modes and functorch transforms, caches, mods that
-snapshots or templates do not know, and calls whose mods differ from time to time (numbers that
-count steps). An entry ends with its mask, and holds no tensor of the caller's beyond its lists.
+Not looked up: tensor subclasses, tensors with a negative bit, dispatch modes and functorch
+transforms, caches, mods that snapshots or templates do not know, and calls whose mods differ from
+time to time (numbers that count steps). An entry ends with its mask, and holds no tensor of the caller's beyond its lists.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ def key_of(call: Call) -> tuple[object, ...] | None:
         or not (block_mask is None or type(block_mask) is BlockMask)
         or not (enable_gqa is False or enable_gqa is True)
         or not (scale is None or type(scale) is float)
+        or query.is_neg()
+        or key.is_neg()
+        or value.is_neg()
     ):
         return None
     said: tuple[object, ...] | None = None
@@ -268,6 +271,8 @@ def _see(call: Call, launch: Launch) -> _Seen | None:
             if plan.mask is not None:
                 places += [len(found) + place for place in _places(bound.tensors, of_mask)]
             found = [*found, *of_mask]
+    if any(t.is_neg() for t in found):
+        return None
     wants = any(found[place].requires_grad for place in places[count:])
     again = replace(launch, again=Again())
     return _Seen(again, score, mask, lists, tuple(places), count if wants else None)

@@ -7,6 +7,7 @@ does the same in kernels of its own registers a builder for its type of device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -50,7 +51,9 @@ def _build(
 ) -> BlockLists:
     builder = _builders.get(device.type)
     if builder is not None:
-        found = builder(bound, grid, device, separate_full)
+        # A builder's kernels read memory, which does not hold the sign of a negative bit.
+        as_they_lie = replace(bound, tensors=tuple(t.resolve_neg() for t in bound.tensors))
+        found = builder(as_they_lie, grid, device, separate_full)
         if found is not None:
             return found
     return classify(bound, grid, device, separate_full)
