@@ -132,5 +132,5 @@ def _explain(
         f"mod '{mod_name(mod)}' indexes {shown} of shape {list(tensor.shape)} with "
         f"{value} in dimension {dim}, at {', '.join(place)}; the range is "
         f"{-tensor.size(dim)} to {tensor.size(dim) - 1}. Make the tensor larger, or clamp the "
-        "index inside the mod. (Without debug_bounds such an index is clamped silently.)"
+        "index inside the mod. (Without debug_bounds such an index is clamped.)"
     )

@@ -149,8 +149,8 @@ class Launch:
 
 
 def as_they_lie(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors whose memory holds their values, as kernels read it: torch flips no sign in memory for
-    `z.conj().imag`, it notes a negative bit on the view."""
+    """Tensors whose memory holds their values, as kernels read it: for `z.conj().imag` torch turns
+    no sign in memory, it notes a negative bit on the view."""
     for tensor in tensors:
         if tensor.is_neg():
             return tuple(t.resolve_neg() for t in tensors)

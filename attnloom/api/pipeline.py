@@ -13,9 +13,11 @@ from attnloom.api.options import read_options
 from attnloom.api.planning import plan_launch
 from attnloom.backends.reference import paged_forward, reference_forward
 from attnloom.block_mask import BlockMask
+from attnloom.ir.node import BoundProgram
+from attnloom.masking import short_captures
 from attnloom.masking.decode import DecodeMask
 from attnloom.paged import PageTable
-from attnloom.plan.problem import compute_type
+from attnloom.plan.problem import KernelOptions, compute_type
 from attnloom.trace.tracer import trace_mask, trace_score
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -64,9 +66,8 @@ def run(
     if score_mod is not None:
         validate.check_score_mod(score_mod)
         validate.check_extent(score_mod, query, key, table is not None)
-    if mask_mod is not None and mask_mod is not noop_mask:
-        mask = trace_mask(mask_mod, query.device)
-        broadcast.check(whole, mask, query)
+    if whole is not None and mask_mod is not None and mask_mod is not noop_mask:
+        mask = _traced_mask(whole, query, validate.reach(query, key, table))
     if options.backend == "reference":
         if table is None:
             result = reference_forward(query, key, value, score_mod, mask_mod, lists, factor)
@@ -77,6 +78,7 @@ def run(
     device = query.device
     if score_mod is not None:
         score = trace_score(score_mod, compute_type(query.dtype, key.dtype, value.dtype), device)
+        _warn_of_score(score_mod, score, options, validate.reach(query, key, table))
     launch, tensors = plan_launch((query, key, value), score, mask, lists, factor, options, table)
     if table is not None:
         return cached.attention(launch, query, key, value, tensors, want_max_scores)
@@ -85,3 +87,21 @@ def run(
     if options.debug_bounds:
         bounds_check.check(launch.call(query, key, value, tensors), score_mod, mask_mod)
     return autograd.attention(launch, query, key, value, tensors, want_max_scores)
+
+
+def _traced_mask(whole: BlockMask, query: torch.Tensor, reach: dict[str, int]) -> BoundProgram:
+    mask = trace_mask(whole.mask_mod, query.device)
+    broadcast.check(whole, mask, query)
+    if not whole._lists_of_mod:  # create_block_mask has looked at its own
+        short_captures.warn("mask_mod", whole.mask_mod, mask, reach)
+    return mask
+
+
+def _warn_of_score(
+    score_mod: Callable[..., Any],
+    score: BoundProgram,
+    options: KernelOptions,
+    reach: dict[str, int],
+) -> None:
+    if not options.debug_bounds:  # which knows the lanes that matter
+        short_captures.warn("score_mod", score_mod, score, reach)

@@ -13,6 +13,7 @@ from attnloom.api.options import read_options
 from attnloom.api.planning import plan_launch
 from attnloom.backends.registry import Again
 from attnloom.block_mask import BlockMask
+from attnloom.masking import short_captures
 from attnloom.paged import PagedKV
 from attnloom.plan.problem import compute_type
 from attnloom.trace.tracer import trace_mask, trace_score
@@ -47,6 +48,8 @@ class PreparedAttention:
             validate.check_extent(score_mod, query, kv.key, True)
             real = compute_type(query.dtype, kv.key.dtype, kv.value.dtype)
             score = trace_score(score_mod, real, query.device)
+            reach = validate.reach(query, kv.key, kv.table)
+            short_captures.warn("score_mod", score_mod, score, reach)
         if block_mask.mask_mod is not noop_mask:
             mask = trace_mask(block_mask.mask_mod, query.device)
             broadcast.check(block_mask, mask, query)

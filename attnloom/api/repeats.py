@@ -6,7 +6,8 @@ options, under the same modes of torch. They differ in what their tensors hold a
 
 Not looked up: tensor subclasses, tensors with a negative bit, dispatch modes and functorch
 transforms, caches, mods that snapshots or templates do not know, and calls whose mods differ from
-time to time (numbers that count steps). An entry ends with its mask, and holds no tensor of the caller's beyond its lists.
+time to time (numbers that count steps). An entry ends with its mask, and holds no tensor of the
+caller's beyond its lists.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from attnloom.errors import (
 )
 from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, shown
+from attnloom.paged.table import PageTable
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 EIGHT_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
@@ -275,3 +276,13 @@ def check_extent(
         if not over_cache:
             sizes |= {"Q_LEN": query.size(2), "KV_LEN": key.size(2)}
         extent.check(score_mod, sizes)
+
+
+def reach(query: torch.Tensor, key: torch.Tensor, table: PageTable | None) -> dict[str, int]:
+    """How many values each position of a call has, by "b", "h", "q" and "kv"; over a cache queries
+    and keys have the positions of the longest sequence."""
+    q_len, kv_len = query.size(2), key.size(2)
+    if table is not None:
+        longest = table.max_length if table.pages is not None else min(table.max_length, kv_len)
+        q_len = kv_len = longest
+    return {"b": query.size(0), "h": query.size(1), "q": q_len, "kv": kv_len}

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from attnloom.ir.node import BoundProgram
-from attnloom.masking import reuse
+from attnloom.masking import reuse, short_captures
 from attnloom.masking.classify import classify
 from attnloom.masking.lists import BlockLists, TileGrid
 from attnloom.masking.views import MaskMod
@@ -22,6 +22,7 @@ from attnloom.trace.tracer import trace_mask
 # not the builder's.
 Builder = Callable[[BoundProgram, TileGrid, torch.device, bool], BlockLists | None]
 
+_POSITIONS = ("b", "h", "q", "kv")
 _builders: dict[str, Builder] = {}
 
 
@@ -41,6 +42,8 @@ def build_lists(
     """
     with torch.no_grad():
         bound = trace_mask(mask_mod, device)
+        sizes = (grid.num_batches, grid.num_heads, grid.q_len, grid.kv_len)
+        short_captures.warn("mask_mod", mask_mod, bound, dict(zip(_POSITIONS, sizes, strict=True)))
         return reuse.built(
             bound, grid, device, separate_full, lambda: _build(bound, grid, device, separate_full)
         )

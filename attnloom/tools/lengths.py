@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from attnloom.ir.node import BoundProgram, Node, Program
+from attnloom.ir.node import BoundProgram
+from attnloom.ir.passes.direct_loads import direct_loads
 from attnloom.masking import extent
 
-# Input of a program -> the argument of a mod.
-_ARGUMENTS = {"b": "b", "h": "h", "q": "q_idx", "kv": "kv_idx"}
 _LENGTHS: dict[extent.Axis, str] = {"Q_LEN": "q", "KV_LEN": "kv"}
 
 
@@ -37,18 +36,14 @@ def axis_lengths(bound: BoundProgram, names: tuple[str, ...]) -> list[AxisLength
     Args:
         names: one for each captured tensor.
     """
-    found = []
-    for node in bound.program.nodes:
-        if node.op != "load":
-            continue
-        slot = int(str(node.attr))
-        for dim, arg in enumerate(node.args):
-            axis = _axis(bound.program, bound.program.nodes[arg])
-            if axis is not None:
-                load = f"{names[slot]}[{_index(dim, len(node.args), _ARGUMENTS[axis])}]"
-                length = bound.tensors[slot].size(dim)
-                found.append(AxisLength(axis, length, f"{load} has that length"))
-    return found
+    return [
+        AxisLength(
+            load.axis,
+            bound.tensors[load.slot].size(load.dim),
+            f"{load.shown(names[load.slot])} has that length",
+        )
+        for load in direct_loads(bound.program)
+    ]
 
 
 def noted_lengths(mod: Any) -> Iterator[AxisLength]:
@@ -62,14 +57,3 @@ def told(lengths: list[AxisLength], axis: str) -> AxisLength | None:
     range."""
     found = [x for x in lengths if x.axis == axis and x.length > 0]
     return min(found, key=lambda x: (not x.exact, x.length), default=None)
-
-
-def _axis(program: Program, node: Node) -> str | None:
-    while node.op == "cast":
-        node = program.nodes[node.args[0]]
-    return str(node.attr) if node.op == "input" and node.attr in _ARGUMENTS else None
-
-
-def _index(dim: int, rank: int, axis: str) -> str:
-    before = [":"] * dim
-    return ", ".join([*before, axis, *(["..."] if dim + 1 < rank else [])])

@@ -11,7 +11,8 @@ import torch
 from attnloom.api.masks import create_block_mask
 from attnloom.block_mask import BlockMask
 from attnloom.errors import DtypeError, ModError, OptionError, ShapeError
-from attnloom.ir.node import DType
+from attnloom.ir.node import BoundProgram, DType
+from attnloom.masking import short_captures
 from attnloom.masking.arguments import read_data_device, read_int, shown
 from attnloom.masking.captures import captured_tensors
 from attnloom.masking.lists import block_size_pair
@@ -22,6 +23,7 @@ from attnloom.trace.tracer import trace_mask, trace_score
 
 Mod = Callable[..., Any]
 Progress = Callable[[str], None]
+_AXES = {"q_len": "q", "kv_len": "kv", "heads": "h", "batch": "b"}
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -39,7 +41,8 @@ class Setting:
     """query [batch, heads, q_len, head_dim]; key and value [batch, kv_heads, kv_len, head_dim].
 
     block_size: (query, key) tokens of a BlockMask's tile.
-    notes: where a size was told by what the mods capture, one sentence each.
+    notes: where a size was told by what the mods capture, and where one is more than what they
+        capture has; one sentence each.
     """
 
     q_len: int
@@ -107,15 +110,11 @@ class Setting:
 
     def block_mask(self, mask_mod: Mod) -> BlockMask:
         """The mask over all batch entries and heads; lists that do not differ are stored once."""
-        return create_block_mask(
-            mask_mod,
-            self.batch,
-            self.heads,
-            self.q_len,
-            self.kv_len,
-            device=self.device,
-            BLOCK_SIZE=self.block_size,
-        )
+        sizes = (self.batch, self.heads, self.q_len, self.kv_len)
+        with short_captures.quietly():  # the notes say it
+            return create_block_mask(
+                mask_mod, *sizes, device=self.device, BLOCK_SIZE=self.block_size
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,32 +167,40 @@ def make_setting(
     sizes = {n: _positive(n, value) for n, value in needed.items()}
     found = {"dtype": _dtype(dtype), "block_size": block_size_pair(block_size)}
     where = _device(mods, device)
-    missing = {"q_len", "kv_len", "batch", "heads"} - sizes.keys()
+    traced = _traced(mods, found["dtype"], where)
     notes: tuple[str, ...] = ()
-    if missing:
-        sizes, notes = _with_told_sizes(_told_lengths(mods, found["dtype"], where), defaults, sizes)
+    if {"q_len", "kv_len", "batch", "heads"} - sizes.keys():
+        sizes, notes = _with_told_sizes(_told_lengths(traced), defaults, sizes)
     sizes.setdefault("kv_heads", sizes["heads"])
     if sizes["heads"] % sizes["kv_heads"]:
         raise ShapeError(
             f"heads is {sizes['heads']} and kv_heads {sizes['kv_heads']}; query heads must be a "
             "multiple of key heads."
         )
-    return Setting(**sizes, **found, device=where, notes=notes)
+    reach = {axis: sizes[name] for name, axis in _AXES.items()}
+    short = [text for each in traced for text in short_captures.texts(*each, reach)]
+    return Setting(**sizes, **found, device=where, notes=(*notes, *short))
 
 
-def _told_lengths(
+def _traced(
     mods: tuple[Mod | None, Mod | None], dtype: torch.dtype, device: torch.device
-) -> list[AxisLength]:
-    """What both mods say of sizes."""
+) -> list[tuple[str, Mod, BoundProgram]]:
+    """Each mod that is there, with its kind and its program."""
     score_mod, mask_mod = mods
-    found = [length for mod in mods if mod is not None for length in noted_lengths(mod)]
+    found = []
     if score_mod is not None:
         score_dtype = DType.F64 if dtype is torch.float64 else DType.F32
-        bound = trace_score(score_mod, score_dtype, device)
-        found += axis_lengths(bound, tensor_names(score_mod, bound.tensors))
+        found.append(("score_mod", score_mod, trace_score(score_mod, score_dtype, device)))
     if mask_mod is not None:
-        bound = trace_mask(mask_mod, device)
-        found += axis_lengths(bound, tensor_names(mask_mod, bound.tensors))
+        found.append(("mask_mod", mask_mod, trace_mask(mask_mod, device)))
+    return found
+
+
+def _told_lengths(traced: list[tuple[str, Mod, BoundProgram]]) -> list[AxisLength]:
+    """What both mods say of sizes."""
+    found = [length for _, mod, _ in traced for length in noted_lengths(mod)]
+    for _, mod, bound in traced:
+        found += axis_lengths(bound, tensor_names(mod, bound.tensors))
     return found
 
 
@@ -203,7 +210,7 @@ def _with_told_sizes(
     """Given sizes and all others, and a note on each that a mod told."""
     sayings = {
         name: saying
-        for name, axis in (("q_len", "q"), ("kv_len", "kv"), ("heads", "h"), ("batch", "b"))
+        for name, axis in _AXES.items()
         if name not in given and (saying := told(lengths, axis)) is not None
     }
     sizes = {name: saying.length for name, saying in sayings.items()}

@@ -21,6 +21,7 @@ import torch
 
 from attnloom.api.attention import flex_attention
 from attnloom.block_mask import BlockMask
+from attnloom.masking import short_captures
 from attnloom.masking.views import noop_mask
 from attnloom.tools.setting import Mod, Setting
 
@@ -136,7 +137,7 @@ def _score_ns(
     turn, until = 0, math.inf
     while turn <= _RUNS or time.perf_counter() < until:
         for name, (score_mod, block_mask) in problems.items():
-            with torch.no_grad():
+            with torch.no_grad(), short_captures.quietly():
                 start = _now(sample.device)
                 flex_attention(q, k, v, score_mod, block_mask, enable_gqa=gqa)
                 seconds = _now(sample.device) - start

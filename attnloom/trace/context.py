@@ -15,6 +15,7 @@ from attnloom.trace import messages
 from attnloom.trace.code_facts import is_literal
 from attnloom.trace.dtensor import is_dtensor
 from attnloom.trace.names import mod_name, name_of
+from attnloom.trace.randomness import Source
 from attnloom.trace.symbols import Array, Dim, NumberProxy, Symbol, plain_number
 
 MAX_PATHS = 64
@@ -29,6 +30,7 @@ class Trace:
 
     tensors, numbers: what the slots of the program are bound to, in slot order.
     sources: for each number the position of the proxy that it came from, or None.
+    generators: of random numbers, that the mod must leave alone.
     reads_host: the program or its bindings depend on something that was computed or read on the
         host; reads_sizes: on sizes of captured tensors.
     """
@@ -46,6 +48,7 @@ class Trace:
         self.sources: list[int | None] = []
         self.reads_host = False
         self.reads_sizes = False
+        self.generators: tuple[Source, ...] = ()
         self.num_paths = 0
         self._slots: dict[int, int] = {}
         self._number_slots: dict[tuple[object, ...], list[int]] = {}

@@ -178,8 +178,10 @@ def is_stateless(value: Any, kind: type) -> bool:
     if isinstance(value, ModuleType):
         return value.__name__.split(".")[0] in ("torch", "math", "operator")
     if kind is BuiltinFunctionType:
-        owner = (getattr(value, "__module__", None) or "torch").split(".")[0]
-        return owner in ("torch", "math", "_operator") or value in _PURE_BUILTINS
+        owner = getattr(value, "__module__", None)
+        if owner is None:  # a method: of an object it does as the object is
+            return value.__self__ is None or isinstance(value.__self__, type | ModuleType)
+        return owner.split(".")[0] in ("torch", "math", "_operator") or value in _PURE_BUILTINS
     return value is torch.Tensor or (kind is type and value in _PURE_BUILTINS)
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnloom.errors import TraceError
 from attnloom.ir.node import BoundProgram, DType
-from attnloom.trace import captures, messages
+from attnloom.trace import captures, messages, randomness
 from attnloom.trace.context import Kind, Trace
 from attnloom.trace.elementwise import to_bool, to_dtype
 from attnloom.trace.failures import explained
@@ -83,6 +83,7 @@ def _trace(
 ) -> tuple[BoundProgram, Trace]:
     """A full trace: every path of the mod, merged."""
     trace = Trace(kind, mod, score_dtype, device)
+    trace.generators = randomness.sources(mod)
     _check_signature(trace)
     output = _explore(trace, ())
     program = trace.builder.finish(output)
@@ -141,6 +142,7 @@ def _run(trace: Trace, decisions: tuple[bool, ...]) -> int:
         score = builder.input("score", trace.score_dtype)
         symbols.insert(0, Symbol.of(trace, Array.scalar(trace.score_dtype, score)))
     trace.base_frame = sys._getframe()
+    states = [source.state() for source in trace.generators]
     try:
         with _Mode(trace):
             result = trace.mod(*symbols)
@@ -162,6 +164,9 @@ def _run(trace: Trace, decisions: tuple[bool, ...]) -> int:
         if instead is not None:
             raise instead from error
         raise
+    for source, state in zip(trace.generators, states, strict=True):
+        if source.state() != state:
+            raise trace.error(f"draws from {source.name}", messages.advice("rand"))
     if trace.failure is not None:  # swallowed, as by `x += y`, which torch then tries as x + y
         raise trace.failure
     try:

@@ -95,7 +95,7 @@ def test_debug_bounds_names_the_tensor():
     assert str(caught.value).endswith(
         "relative' indexes captured tensor 'table' of shape [5] with 5 in dimension 0, at b=0, "
         "h=0, q_idx=3, kv_idx=0; the range is -5 to 4. Make the tensor larger, or clamp the index "
-        "inside the mod. (Without debug_bounds such an index is clamped silently.)"
+        "inside the mod. (Without debug_bounds such an index is clamped.)"
     )
 
 
