@@ -168,8 +168,9 @@ def check_contents(table: PageTable, q_len: int, num_pages: int | None) -> None:
 def watched(table: PageTable) -> PageTable:
     """The same table, whose contents are checked again only after one of its tensors changed. For
     tensors that nobody changes but by torch, which counts changes: not those of numpy's memory."""
-    tensors = [t for t in (table.lengths, table.counts, table.pages) if t is not None]
-    object.__setattr__(table, "_watch", _Watch(tensors))
+    if table.device.type == "cpu":  # elsewhere nothing is checked
+        tensors = [t for t in (table.lengths, table.counts, table.pages) if t is not None]
+        object.__setattr__(table, "_watch", _Watch(tensors))
     return table
 
 
