@@ -16,6 +16,7 @@
 // Gradients of captured tensors go to private buffers too, one set a lane. A lane runs its tasks
 // (lane, lane + num_lanes, ...) in order; the launcher adds the lanes.
 #include "backward_memory.h"
+#include "live_keys.h"
 #include "softmax.h"
 
 // What is constant while a task walks its rows.
@@ -206,13 +207,29 @@ static void transpose_ranges(i64 num_panels, const Range* panels, Range* key_pan
     }
 }
 
-// The three products that add to dV, dK and dQ.
-static void accumulate_tile(Task& task, i64 num_panels, const Range* panels, i64 tile) {
+// dQ += dS K, of the keys that each row sees.
+static void add_live_keys_to_dq(const Task& task, const RowGroup& group, const Range* panels,
+                                const KeyTile& tile) {
+    const Scratch& scratch = task.scratch;
+    for (i32 i = 0; i < group.num_rows; i++) {
+        const i8* mask = tile.masked ? scratch.mask + i * TILE_N : nullptr;
+#if BF16_PAIRS
+        const u16* weights = scratch.dscores_pairs + i * TILE_N;
+#else
+        const real* weights = scratch.dscores + i * TILE_N;
+#endif
+        add_live_keys(task.args, task.args.key, {task.kv_b, task.kv_h, tile.index * TILE_N},
+                      task.args.head_dim, panels[i / MR], weights, mask,
+                      scratch.dq + i * task.sizes.key_lanes);
+    }
+}
+
+// The products that add to dV and dK.
+static void accumulate_keys(Task& task, i64 num_panels, const Range* panels, i64 tile) {
     const i64 k0 = tile * TILE_N, row_units = TILE_M / UNIT_ELEMENTS;
-    const AttentionArgs& args = task.args;
     const i64 key_lanes = task.sizes.key_lanes, value_lanes = task.sizes.value_lanes;
     Scratch& scratch = task.scratch;
-    Range key_panels[TILE_N / MR], depths[MAX_PANELS];
+    Range key_panels[TILE_N / MR];
     transpose_ranges(num_panels, panels, key_panels);
 #if MATRIX_TILES
     multiply_strips(TILE_N / MR, key_panels, value_lanes, {scratch.dout_columns, row_units, 1},
@@ -227,6 +244,14 @@ static void accumulate_tile(Task& task, i64 num_panels, const Range* panels, i64
                     {scratch.query_right, row_units, key_lanes},
                     {scratch.dk + k0 * key_lanes, key_lanes});
 #endif
+}
+
+// dQ += dS K.
+static void accumulate_queries(Task& task, i64 num_panels, const Range* panels, i64 tile) {
+    const i64 k0 = tile * TILE_N, key_lanes = task.sizes.key_lanes;
+    const AttentionArgs& args = task.args;
+    Scratch& scratch = task.scratch;
+    Range depths[MAX_PANELS];
     for (i64 p = 0; p < num_panels; p++) {
         i32 end = (i32)min_i64(panels[p].end, args.kv_len - k0);
         depths[p] = {panels[p].begin / UNIT_ELEMENTS, (i32)ceil_div(end, UNIT_ELEMENTS)};
@@ -271,17 +296,23 @@ static void differentiate_tile(Task& task, const RowGroup& group, HeadGrad& head
     enter_keys(task.mods, group, k0, column);
     auto differentiate = tile.masked ? differentiate_rows<true> : differentiate_rows<false>;
     const i32 whole = MATRIX_TILES ? STRIP : W;
+    bool spoilt = false;
     Range all = {tile.begin / whole * whole, (i32)round_up(tile.end, whole)};
     for (i32 first = 0; first < num_panels * MR; first += ROWS_AT_ONCE) {
         Range part = {first, (i32)min_i64(first + ROWS_AT_ONCE, num_panels * MR)};
         multiply_part(task, tile.index, panels, part);
+        if (tile.hides_keys()) spoilt |= find_spoilt_keys(scratch.probs, panels, part);
         differentiate(task, group, column, head_grad, k0, panels, rows, part);
         clear_dead(scratch, group.num_rows, part, panels, all);
 #if BF16_PAIRS
         round_rows(scratch, part, all);
 #endif
     }
-    accumulate_tile(task, num_panels, panels, tile.index);
+    accumulate_keys(task, num_panels, panels, tile.index);
+    if (spoilt)
+        add_live_keys_to_dq(task, group, panels, tile);
+    else
+        accumulate_queries(task, num_panels, panels, tile.index);
 }
 
 static void differentiate_head(Task& task, RowGroup& group, i64 first_tile, i64 step) {

@@ -9,6 +9,7 @@
 #define MR 4
 #include "few_rows.h"
 #include "gemm.h"
+#include "live_keys.h"
 #if BF16_AMX
 #include "few_rows_amx.h"
 #endif
@@ -209,8 +210,9 @@ static void value_tile(const AttentionArgs& args, const DecodeLayout& layout, co
     for_each_piece(args, args.value, unit.kv_b, unit.kv_h, k0, count, args.value_dim, add_piece);
 }
 
+// only: null, or of each row whether its values are added, key by key.
 static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, const ModArgs& mods,
-                        const Unit& unit, const KeyTile& tile, Range columns,
+                        const Unit& unit, const KeyTile& tile, Range columns, const bool* only,
                         const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
     i64 k0 = tile.index * TILE_N, count = min_i64(TILE_N, args.kv_len - k0);
 #if BF16_AMX
@@ -231,7 +233,45 @@ static void attend_tile(const AttentionArgs& args, const DecodeLayout& layout, c
         softmax(mods, unit.heads[g], column, k0, panels, score_scale(args),
                 state.from_row(g * unit.num_queries));
     }
-    add(args, layout, unit, k0, count, columns, scratch, state);
+    if (only)
+        add_live_values(args, {unit.kv_b, unit.kv_h, k0}, tile.masked, panels, only,
+                        (i32)unit.num_rows(), state);
+    else
+        add(args, layout, unit, k0, count, columns, scratch, state);
+}
+
+// One split of a unit's live key tiles; returns whether they hide keys. only: as for attend_tile.
+static bool visit_keys(const AttentionArgs& args, const DecodeLayout& layout, const ModArgs& mods,
+                       const Unit& unit, i64 split, const bool* only,
+                       const DecodeLayout::Scratch& scratch, const SoftmaxState& state) {
+    state.reset(BF16_AMX ? TILE_M : round_up(unit.num_rows(), MR));
+    bool hides_keys = false;
+    Span steps = key_steps(args, unit.b, unit.first_head, unit.position());
+    i64 count = steps.end - steps.begin;
+    KeyTiles tiles(args, steps.begin + count * split / args.num_splits,
+                   steps.begin + count * (split + 1) / args.num_splits);
+    for (KeyTile tile; tiles.next(tile);) {
+        Range columns = {tile.begin, tile.end};
+        hides_keys |= tile.hides_keys();
+        if (tile.masked &&
+            !mask_tile(args, mods, unit, tile, (i32)unit.num_rows(), state.mask, columns))
+            continue;
+        attend_tile(args, layout, mods, unit, tile, columns, only, scratch, state);
+    }
+    return hides_keys;
+}
+
+// What a split found of the rows that `only` names, or of all, to its part.
+static void write_part(const DecodeLayout& layout, i64 task, i64 num_rows, const bool* only,
+                       const SoftmaxState& state) {
+    for (i64 r = 0; r < num_rows; r++) {
+        if (only && !only[r]) continue;
+        real* part = layout.parts + task * layout.part_size + r * layout.row_size();
+        part[0] = state.m[r];
+        part[1] = state.l[r];
+        __builtin_memcpy(part + W, state.acc + r * layout.sizes.value_lanes,
+                         layout.sizes.value_lanes * sizeof(real));
+    }
 }
 
 static void attend_part(const AttentionArgs& whole, const DecodeLayout& layout, i64 worker,
@@ -259,25 +299,12 @@ static void attend_part(const AttentionArgs& whole, const DecodeLayout& layout, 
     real m[TILE_M + W], l[TILE_M + W];
     SoftmaxState state = {scratch.scores,   scratch.pairs, scratch.mask, scratch.acc, m, l,
                           sizes.value_lanes};
-    state.reset(padded);
-
-    Span steps = key_steps(args, unit.b, unit.first_head, unit.position());
-    i64 count = steps.end - steps.begin;
-    KeyTiles tiles(args, steps.begin + count * split / args.num_splits,
-                   steps.begin + count * (split + 1) / args.num_splits);
-    for (KeyTile tile; tiles.next(tile);) {
-        Range columns = {tile.begin, tile.end};
-        if (tile.masked &&
-            !mask_tile(args, mods, unit, tile, (i32)num_rows, state.mask, columns))
-            continue;
-        attend_tile(args, layout, mods, unit, tile, columns, scratch, state);
-    }
-    for (i64 r = 0; r < num_rows; r++) {
-        real* part = layout.parts + task * layout.part_size + r * layout.row_size();
-        part[0] = m[r];
-        part[1] = l[r];
-        __builtin_memcpy(part + W, state.acc + r * sizes.value_lanes,
-                         sizes.value_lanes * sizeof(real));
+    bool spoilt[TILE_M];
+    bool hides_keys = visit_keys(args, layout, mods, unit, split, nullptr, scratch, state);
+    write_part(layout, task, num_rows, nullptr, state);
+    if (hides_keys && find_spoilt(state.acc, sizes.value_lanes, (i32)num_rows, spoilt)) {
+        visit_keys(args, layout, mods, unit, split, spoilt, scratch, state);
+        write_part(layout, task, num_rows, spoilt, state);
     }
 }
 

@@ -7,6 +7,7 @@
 // second one computes row tiles, longest list first, each drawn by the next free thread. A wave is
 // bounded in bytes, so that memory does not grow with batch and heads.
 #include "gemm.h"
+#include "live_keys.h"
 #include "online_softmax.h"
 #include "pack.h"
 #include "parallel.h"
@@ -161,10 +162,12 @@ static void pack_tile(const AttentionArgs& args, const ForwardLayout& layout, i6
     for_each_piece(args, args.value, b, h, k0, count, args.value_dim, pack_values);
 }
 
-static void write_rows(const AttentionArgs& args, const RowGroup& group,
-                       const SoftmaxState& state) {
+// only: of each row, whether it is written; null: all are.
+static void write_rows(const AttentionArgs& args, const RowGroup& group, const SoftmaxState& state,
+                       const bool* only) {
     i64 q0 = group.q0 - args.q_start, row = (group.b * args.Hq + group.h) * args.q_len + q0;
     for (i32 i = 0; i < group.num_rows; i++) {
+        if (only && !only[i]) continue;
         real m = state.m[i], l = state.l[i];
         store_row(row_at(args.out, group.b, group.h, q0 + i), args.out.dtype, args.value_dim,
                   state.acc + i * state.value_lanes, l == 0 ? (real)0 : 1 / l);
@@ -174,7 +177,71 @@ static void write_rows(const AttentionArgs& args, const RowGroup& group,
     }
 }
 
-// One row tile of one query head against all its live key tiles.
+// One row tile of one query head: head number `head` of a wave.
+struct RowTile {
+    const AttentionArgs& args;
+    const ForwardLayout& layout;
+    const ModArgs& mods;
+    const RowGroup& group;
+    const ForwardLayout::Scratch& scratch;
+    const SoftmaxState& state;
+    i64 head, kv_b, kv_h;
+};
+
+// acc += P V of one key tile.
+static void accumulate_tile(const RowTile& rows, const KeyTile& tile, const Range* columns) {
+    const AttentionArgs& args = rows.args;
+    const ForwardLayout& layout = rows.layout;
+    i64 k0 = tile.index * TILE_N;
+    i64 packed = rows.head * layout.sizes.num_key_tiles + tile.index;
+    const real* values = layout.values + packed * layout.value_tile;
+    i64 value_row = layout.sizes.value_lanes;
+    if (layout.value_tile == 0) {
+        values = (const real*)key_row(args, args.value, rows.kv_b, rows.kv_h, k0);
+        value_row = args.value.stride_row;
+    }
+    accumulate_values(ceil_div(rows.group.num_rows, MR), columns, args.kv_len - k0,
+                      {values, TILE_N / UNIT_ELEMENTS, value_row}, rows.state);
+}
+
+// A row tile against all its live key tiles; returns whether they hide keys.
+// only: null, or of each row whether it is summed, key by key.
+static bool visit_keys(const RowTile& rows, const bool* only) {
+    const AttentionArgs& args = rows.args;
+    const Geometry& sizes = rows.layout.sizes;
+    const RowGroup& group = rows.group;
+    const SoftmaxState& state = rows.state;
+    i64 num_panels = ceil_div(group.num_rows, MR), query_row = rows.layout.query_row;
+    bool hides_keys = false;
+    Range columns[MAX_PANELS];
+    TileColumn column;
+    state.reset(num_panels * MR);
+    Span steps = key_steps(args, group.b, group.h, group.q0);
+    KeyTiles tiles(args, steps.begin, steps.end);
+    for (KeyTile tile; tiles.next(tile);) {
+        i64 k0 = tile.index * TILE_N, packed = rows.head * sizes.num_key_tiles + tile.index;
+        hides_keys |= tile.hides_keys();
+        if (tile.masked) {
+            fill_mask(args, rows.mods, group, tile, state.mask);
+            if (!live_columns(tile, state.mask, group.num_rows, columns)) continue;
+        } else {
+            for (i64 p = 0; p < num_panels; p++) columns[p] = {tile.begin, tile.end};
+        }
+        multiply_columns(num_panels, columns, sizes.key_units,
+                         {rows.scratch.query, query_row, 1},
+                         rows.layout.keys + packed * rows.layout.key_tile, state.scores);
+        enter_keys(rows.mods, group, k0, column);
+        auto softmax = tile.masked ? softmax_rows<true> : softmax_rows<false>;
+        softmax(rows.mods, group, column, k0, columns, score_scale(args), state);
+        if (only)
+            add_live_values(args, {rows.kv_b, rows.kv_h, k0}, tile.masked, columns, only,
+                            group.num_rows, state);
+        else
+            accumulate_tile(rows, tile, columns);
+    }
+    return hides_keys;
+}
+
 static void attend(const AttentionArgs& whole, const ForwardLayout& layout, i64 worker,
                    i64 first_head, i64 task) {
     const Geometry& sizes = layout.sizes;
@@ -186,44 +253,23 @@ static void attend(const AttentionArgs& whole, const ForwardLayout& layout, i64 
     ModArgs mods = mod_args(args, nullptr);
     RowGroup group;
     enter_head(mods, place.head.b, place.head.h, group);
-    i64 num_rows = place.num_rows, num_panels = ceil_div(num_rows, MR);
-    enter_rows(args, mods, place.q0, num_rows, group);
+    enter_rows(args, mods, place.q0, place.num_rows, group);
     i64 row = place.q0 - args.q_start;
-    pack_units(Rows(args.query, place.head.b, place.head.h, row, num_rows, args.head_dim), 0,
-               num_panels * MR, layout.query_row, scratch.query);
+    pack_units(Rows(args.query, place.head.b, place.head.h, row, place.num_rows, args.head_dim),
+               0, round_up(place.num_rows, MR), layout.query_row, scratch.query);
 
     real m[TILE_M + W], l[TILE_M + W];
     SoftmaxState state = {scratch.scores,   scratch.pairs, scratch.mask, scratch.acc, m, l,
                           sizes.value_lanes};
-    state.reset(num_panels * MR);
-    Range columns[MAX_PANELS];
-    TileColumn column;
-    Span steps = key_steps(args, place.head.b, place.head.h, place.q0);
-    KeyTiles tiles(args, steps.begin, steps.end);
-    for (KeyTile tile; tiles.next(tile);) {
-        i64 k0 = tile.index * TILE_N, packed = head * sizes.num_key_tiles + tile.index;
-        if (tile.masked) {
-            fill_mask(args, mods, group, tile, state.mask);
-            if (!live_columns(tile, state.mask, group.num_rows, columns)) continue;
-        } else {
-            for (i64 p = 0; p < num_panels; p++) columns[p] = {tile.begin, tile.end};
-        }
-        multiply_columns(num_panels, columns, sizes.key_units, {scratch.query, layout.query_row, 1},
-                         layout.keys + packed * layout.key_tile, state.scores);
-        enter_keys(mods, group, k0, column);
-        auto softmax = tile.masked ? softmax_rows<true> : softmax_rows<false>;
-        softmax(mods, group, column, k0, columns, score_scale(args), state);
-        const real* values = layout.values + packed * layout.value_tile;
-        i64 value_row = sizes.value_lanes;
-        if (layout.value_tile == 0) {
-            values = (const real*)key_row(args, args.value, kv_head / args.Hkv,
-                                          kv_head % args.Hkv, k0);
-            value_row = args.value.stride_row;
-        }
-        accumulate_values(num_panels, columns, args.kv_len - k0,
-                          {values, TILE_N / UNIT_ELEMENTS, value_row}, state);
+    RowTile rows = {args, layout, mods, group, scratch, state, head,
+                    kv_head / args.Hkv, kv_head % args.Hkv};
+    bool spoilt[TILE_M];
+    bool hides_keys = visit_keys(rows, nullptr);
+    write_rows(args, group, state, nullptr);
+    if (hides_keys && find_spoilt(state.acc, sizes.value_lanes, group.num_rows, spoilt)) {
+        visit_keys(rows, spoilt);
+        write_rows(args, group, state, spoilt);
     }
-    write_rows(args, group, state);
 }
 
 extern "C" i64 attnloom_workspace(const AttentionArgs* args) {

@@ -16,6 +16,10 @@ struct KeyTile {
         end;      // live columns lie in begin .. end; end may cut the last vector (`masked` then)
     bool masked;  // some column in begin .. round_up(end, W) is hidden from some row
     i64 first, last;  // the list entries that lie in this tile
+
+    // Whether products may touch keys that some row does not see: those on matrix tiles are wider
+    // than a block.
+    bool hides_keys() const { return masked || begin > 0 || end < TILE_N; }
 };
 
 // Walks steps begin .. end of a row of lists. A step is an entry, or a TILE_N-wide part of one.
