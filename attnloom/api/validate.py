@@ -22,7 +22,7 @@ from attnloom.errors import (
 )
 from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, shown
-from attnloom.paged.table import PageTable
+from attnloom.paged import PagedBatch, PageTable
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 EIGHT_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
@@ -90,6 +90,11 @@ def check_tensor_arguments(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def check_is_tensor(name: str, tensor: object) -> None:
     """Raise OptionError unless it is a tensor."""
+    if isinstance(tensor, PagedBatch):
+        raise OptionError(
+            f"{name} is a PagedBatch, which has keys and values of every layer; pass those of one, "
+            "flex_attention(query, batch.layer(i), ...)."
+        )
     if not isinstance(tensor, torch.Tensor):
         raise OptionError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
 
@@ -171,7 +176,7 @@ def check_mask(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) ->
     check_mask_type(block_mask)
     q_len, kv_len = block_mask.shape[-2:]
     if query.size(2) != q_len or key.size(2) != kv_len:
-        _explain_lengths(block_mask, query.size(2), key.size(2))
+        _explain_lengths(block_mask, query, key)
     check_mask_batch(block_mask, query)
     versions.check(block_mask)
 
@@ -204,8 +209,15 @@ def check_mask_batch(block_mask: BlockMask, query: torch.Tensor) -> None:
         )
 
 
-def _explain_lengths(block_mask: BlockMask, rows: int, keys: int) -> None:
+def _explain_lengths(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) -> None:
     q_len, kv_len = block_mask.shape[-2:]
+    rows, keys = query.size(2), key.size(2)
+    if (query.size(1), key.size(1)) == (q_len, kv_len):
+        raise ShapeError(
+            f"query {list(query.shape)} and key {list(key.shape)} have the lengths of block_mask, "
+            f"{q_len} and {kv_len}, in dimension 1, where heads belong: attention takes [batch, "
+            "heads, length, head_dim]. Pass query.transpose(1, 2), and key and value likewise."
+        )
     text = (
         f"block_mask was made for Q_LEN {q_len} and KV_LEN {kv_len}, but query has length {rows} "
         f"and key {keys}. A mask is tied to token positions, so it is never cut or stretched "

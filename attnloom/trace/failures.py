@@ -9,6 +9,7 @@ ValueError`) is theirs and passes unchanged.
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,19 @@ _ADVICE = (
 _OF_NUMBERS = (
     "this is arithmetic on Python numbers, done once while the mod is traced. Check the numbers "
     "that the mod captures, or guard it with a Python `if`."
+)
+# Python and torch of a number that was taken for a tensor.
+_NUMBER_FOR_TENSOR = re.compile(
+    r"'(int|float|bool)' object has no attribute|must be Tensor, not (int|float|bool)"
+)
+_IS_NUMBER = (
+    "it is a Python number there and no tensor. Compute with it as a number, or make it one with "
+    "torch.full_like(score, number)."
+)
+_ON_ONE_PATH = (
+    "on one path of the mod it is a Python number and no tensor: `max(x, 0)`, `min`, `and`, `or` "
+    "and `if` give one of their sides as it is. Use x.clamp(min=0), torch.maximum or torch.where, "
+    "which give tensors."
 )
 
 
@@ -58,6 +72,8 @@ def explained(trace: Trace, error: Exception) -> TraceError | None:
     what = f"raises {type(error).__name__}: {said}"
     where = f" ({place})" if place else ""
     advice = _OF_NUMBERS if isinstance(error, ArithmeticError) else _ADVICE
+    if not isinstance(error, ArithmeticError) and _NUMBER_FOR_TENSOR.search(said):
+        advice = _ON_ONE_PATH if trace.taken else _IS_NUMBER
     text = f"{trace.kind} '{mod_name(trace.mod)}'{where} {what}; {advice}"
     return TraceError(f"{text}\n    {source}" if source else text)
 

@@ -127,6 +127,17 @@ def _check_number(trace: Trace, value: NumberProxy | int | float, dim: Dim, plac
         )
 
 
+def check_host_index(trace: Trace, base: torch.Tensor, key: Any) -> None:
+    """Raises the TraceError of `base[key]`, which torch refused: too many indices, or one that is a
+    number out of range. Keys of other kinds are left to torch's own words."""
+    items = _expand_rank(trace, base.dim(), list(key) if isinstance(key, tuple) else [key])
+    if any(isinstance(item, bool | torch.Tensor | list) for item in items):
+        return
+    for place, item in enumerate(item for item in items if item is not None):
+        if isinstance(item, int):
+            _check_number(trace, item, Dim(base.size(place)), place)
+
+
 def select(trace: Trace, base: Any, dim: int, index: Any) -> Array:
     """torch.select: `index` along `dim`."""
     rank = len(trace.operand(base).dims)  # type: ignore[union-attr]

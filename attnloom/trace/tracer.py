@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnloom.errors import TraceError
 from attnloom.ir.node import BoundProgram, DType
-from attnloom.trace import captures, messages, randomness
+from attnloom.trace import captures, indexing, messages, randomness
 from attnloom.trace.context import Kind, Trace
 from attnloom.trace.elementwise import to_bool, to_dtype
 from attnloom.trace.failures import explained
@@ -315,7 +315,12 @@ def _run_on_host(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[st
         trace.reads_host = True
     if _holds(args, NumberProxy) or _holds(kwargs.values(), NumberProxy):
         args, kwargs = _plain(args), {k: _plain(v) for k, v in kwargs.items()}
-    return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except IndexError:
+        if name == "__getitem__":
+            indexing.check_host_index(trace, *args)
+        raise
 
 
 def _plain(value: Any) -> Any:

@@ -133,6 +133,24 @@ LARGER = (
 )
 
 
+SWAPPED = (
+    "query [1, 128, 6, 8] and key [1, 128, 2, 8] have the lengths of block_mask, 128 and 128, in "
+    "dimension 1, where heads belong: attention takes [batch, heads, length, head_dim]. Pass "
+    "query.transpose(1, 2), and key and value likewise."
+)
+
+
+def test_heads_and_length_swapped_under_a_mask_was_told_as_a_matter_of_the_mask():
+    mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
+    q, k = zeros(1, 6, 128, 8), zeros(1, 2, 128, 8)
+    swapped_q, swapped_k = q.transpose(1, 2), k.transpose(1, 2)
+    with pytest.raises(ShapeError) as caught:
+        flex_attention(swapped_q, swapped_k, swapped_k, block_mask=mask, enable_gqa=True)
+    assert str(caught.value) == SWAPPED
+    again = swapped_q.transpose(1, 2), swapped_k.transpose(1, 2)
+    flex_attention(again[0], again[1], again[1], block_mask=mask, enable_gqa=True)
+
+
 @pytest.mark.parametrize(("lengths", "text"), [((64, 256), SMALLER), ((128, 300), LARGER)])
 def test_mask_lengths(lengths, text):
     mask = create_block_mask(causal, None, None, 128, 256, device="cpu")

@@ -198,6 +198,20 @@ SCORE_ERRORS: list[tuple[Any, str]] = [
     (lambda s, b, h, q, kv: s * {0: 1.0, 1: 2.0}[h], "looks a traced value up in a dictionary; its "
      "value exists only inside the kernel. Stack the entries into one tensor outside, capture that "
      "and index it."),
+    # an IndexError with advice that had nothing to do with it
+    (lambda s, b, h, q, kv: s + table[9, 0], "indexes dimension 0 of length 4 with 9; valid are -4 "
+     "to 3."),
+    (lambda s, b, h, q, kv: s + table[0][-7], "indexes dimension 0 of length 4 with -7; valid are"),
+    (lambda s, b, h, q, kv: s + table[0, 0, 0], "indexes a tensor of 2 dimensions with 3 indices"),
+    # "a traced value has no attribute": it is a number on one path
+    (lambda s, b, h, q, kv: s + max(q - kv, 0).float(), "raises AttributeError: 'int' object has "
+     "no attribute 'float'; on one path of the mod it is a Python number and no tensor: "
+     "`max(x, 0)`, `min`, `and`, `or` and `if` give one of their sides as it is. Use "
+     "x.clamp(min=0), torch.maximum or torch.where, which give tensors."),
+    (lambda s, b, h, q, kv: s + torch.sqrt(max(s, 0.0)), "must be Tensor, not float; on one path"),
+    (lambda s, b, h, q, kv: s + (2).float(), "has no attribute 'float'; it is a Python number "
+     "there and no tensor. Compute with it as a number, or make it one with "
+     "torch.full_like(score, number)."),
     (lambda s, b, h, q, kv: s + round(q / 4), "calls round() on a traced value; use torch.round."),
     (lambda s, b, h, q, kv: s + torch.nn.functional.linear(table[q], table[0]), "calls "
      "torch.nn.functional.linear on a traced value; it is not among the small reductions. Apply it "

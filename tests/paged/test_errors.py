@@ -70,6 +70,12 @@ ERRORS: dict[str, Pinned] = {
         "copies of shared pages since; they may be another's now. Make a new batch, or `update` "
         "this one.",
     ),
+    "a batch in place of its layer": (
+        lambda: flex_attention(torch.zeros(1, H, 1, D), cache_of(3).batch([0])),  # type: ignore
+        OptionError,
+        "key is a PagedBatch, which has keys and values of every layer; pass those of one, "
+        "flex_attention(query, batch.layer(i), ...).",
+    ),
     "room for less than nothing": (
         lambda: cache_of(3).reserve(0, -1),
         ShapeError,
