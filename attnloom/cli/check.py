@@ -15,7 +15,7 @@ _DEFAULTS = {"q_len": 160, "batch": 2, "heads": 2, "head_dim": 32, "block_size":
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of check."""
-    mods.add_problem_options(parser, _DEFAULTS)
+    mods.add_problem_options(parser, _DEFAULTS, ", and at most that beyond 2^19 scores")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
 
 

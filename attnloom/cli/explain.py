@@ -118,7 +118,10 @@ def _mask(mask, setting) -> Iterator[str]:
             ("density", f"{mask.density:.2%}", "of the scores lie in tiles that are computed"),
         ]
     )
-    same = "all batch entries and heads are alike"
+    if mask.finer is not None:
+        size, density = mask.finer
+        yield f"  with --block-size {size} the density would be {density:.2%}"
+    same = "the tiles of all batch entries and heads are alike"
     if len(mask.alike) > 1:
         yield from _maps(mask.alike)
         same = "the first map"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from attnloom.errors import AttnloomError, DtypeError, ModError, OptionError, Sh
 
 # What was asked for means nothing, as opposed to: it was tried, and failed.
 _MISUSE = (OptionError, ModError, ShapeError, DtypeError)
+
+_SIGPIPE = 128 + 13  # what a shell reports of a program that a closed pipe ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.set_defaults(module=command.module)
     args = parser.parse_args(argv)
     try:
-        return importlib.import_module(args.module).run(args)
+        code = importlib.import_module(args.module).run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `attnloom explain ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
+        return _SIGPIPE
     except AttnloomError as error:
         print(f"attnloom {args.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, _MISUSE) else 1

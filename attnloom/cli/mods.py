@@ -26,9 +26,11 @@ _TOLD = {"q-len": "q_idx", "batch": "b", "heads": "h"}
 _LIBRARIES = tuple(str(Path(p.__file__).parent) for p in (attnloom, torch) if p.__file__)
 
 
-def add_problem_options(parser: argparse.ArgumentParser, defaults: dict[str, int]) -> None:
+def add_problem_options(
+    parser: argparse.ArgumentParser, defaults: dict[str, int], cut: str = ""
+) -> None:
     """Declare the mods and the sizes. defaults: of --q-len, --batch, --heads, --head-dim and
-    --block-size."""
+    --block-size. cut: what becomes of lengths that are told and too long."""
     parser.add_argument("mod", metavar="MODULE:FUNCTION", help=_TARGET)
     parser.add_argument("--mask", metavar="MODULE:FUNCTION", help="a mask_mod beside a score_mod")
     for name, what in (
@@ -44,7 +46,8 @@ def add_problem_options(parser: argparse.ArgumentParser, defaults: dict[str, int
         if name in _TOLD:  # the tools know the default, and look at the mods first
             default, letter = None, _TOLD[name]
             text = f"{what} (default: as captured tensors indexed by {letter} say, else "
-            text += f"{defaults[name.replace('-', '_')]})"
+            text += f"{defaults[name.replace('-', '_')]}"
+            text += f"{cut})" if name == "q-len" else ")"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument(
         "--block-size", type=_block_size, default=defaults["block_size"], metavar="N[,M]",

@@ -23,7 +23,12 @@ def shown(value: object) -> str:
 
 
 def read_int(name: str, value: object) -> int:
-    """A size or position. Raises ShapeError unless it is an int."""
+    """A size or position. Raises ShapeError unless it is an int, OptionError for a bool."""
+    if isinstance(value, (bool, np.bool_)):
+        raise OptionError(
+            f"{name} is {value}, which is a flag; it must be an int. The arguments may be in "
+            "another order."
+        )
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except (TypeError, RuntimeError, ValueError):

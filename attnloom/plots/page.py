@@ -129,7 +129,7 @@ def _block_map(explanation: Explanation, mask: MaskSummary) -> Iterator[str]:
 
 def _who_shares(mask: MaskSummary, num_shown: int) -> Iterator[str]:
     if len(mask.alike) == 1:
-        yield _paragraph("All batch entries and heads are alike.")
+        yield _paragraph("The tiles of all batch entries and heads are alike.")
         return
     same = f"{len(mask.alike)} block maps differ over batch entries and heads."
     if num_shown < len(mask.alike):

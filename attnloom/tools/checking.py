@@ -93,8 +93,9 @@ def check_mod(
             is used as it is and never changed.
         q_len, kv_len, batch, heads, kv_heads, head_dim, dtype, block_size, device,
             kernel_options: as for `explain`; small, since the oracle holds every score. Lengths
-            are at most 160 where nothing says an exact one. batch and heads are 2 where no captured
-            tensor says; what one says is cut to MAX_SCORES.
+            are 160 where nothing tells them, and at most 160 where what captured tensors tell
+            makes more than 2^19 scores; `setting.notes` says so. batch and heads are 2 where no
+            captured tensor tells; what one tells is cut to MAX_SCORES.
         seed: of query, key, value and the loss.
         progress: called with the name of each stage as it begins.
     Returns:

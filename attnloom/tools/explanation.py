@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -37,6 +37,9 @@ from attnloom.trace.tracer import trace_mask, trace_score
 _DEFAULTS = Defaults(2048, 1, 1)
 _DSCORE = "dscore_before"
 _PICTURE_CELLS = 32
+_LEAST_TILE = 32  # below it kernels work on more than a tile at once
+_MOST_TRIED = 1 << 18  # tiles
+_MUCH_LESS = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,9 @@ class GradientSummary:
 class MaskSummary:
     """A BlockMask in numbers, over all batch entries and heads.
 
-    density: scores in live tiles over all scores, 0 .. 1.
+    density: scores in live tiles over all scores, 0 .. 1. finer: tokens of a smaller tile with
+        which fewer than 0.8 times as many scores would be computed, and the density then; None if
+        there is none, or the mask is too long to try.
     alike: the (batch entry, head) pairs that share each map, in order of first appearance; one
         group if all are alike. picture: the first map, full blocks are live, shaded cells are live
         in part.
@@ -109,6 +114,7 @@ class MaskSummary:
     build_seconds: float
     alike: tuple[tuple[tuple[int, int], ...], ...]
     picture: str
+    finer: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +299,21 @@ def _build(setting: Setting, mask_mod: Mod) -> tuple[BlockMask, MaskSummary]:
         seconds,
         alike(lists, (setting.batch, setting.heads)),
         block_mask[0, 0].to_string(_PICTURE_CELLS).partition("\n")[2].rstrip("\n"),
+        _finer(setting, mask_mod, live / setting.num_scores),
     )
+
+
+def _finer(setting: Setting, mask_mod: Mod, density: float) -> tuple[int, float] | None:
+    """The largest square tile that is smaller than the setting's and computes much less."""
+    size = min(setting.block_size) // 2
+    while size >= _LEAST_TILE and setting.num_scores // size**2 <= _MOST_TRIED:
+        lists = replace(setting, block_size=(size, size)).block_mask(mask_mod).lists()
+        copies = setting.batch * setting.heads // (lists.num_batches * lists.num_heads)
+        found = live_area(lists) * copies / setting.num_scores
+        if found < _MUCH_LESS * density:
+            return size, found
+        size //= 2
+    return None
 
 
 def _full_part(lists: BlockLists) -> BlockLists:

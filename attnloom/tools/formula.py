@@ -120,6 +120,10 @@ class _Writer:
     def _expression(self, node: Node) -> tuple[str, int]:
         if node.op in _LEAVES:
             return _LEAVES[node.op](self, node)
+        if node.op in ("mul", "div") and (kept := self._beside_one(node)) is not None:
+            return self._render(kept)
+        if node.op == "reciprocal":
+            return f"1 / {_within(self._render(node.args[0]), 8)}", 7
         if node.op in _INFIX and len(node.args) == 2:
             symbol, strength = _INFIX[node.op]
             left, right = (self._render(a) for a in node.args)
@@ -133,6 +137,22 @@ class _Writer:
             return self._cast(node)
         arguments = ", ".join(self.text(a) for a in node.args)
         return f"{node.op}({arguments})", _ATOM
+
+    def _beside_one(self, node: Node) -> int | None:
+        """The operand that a product with 1, or a quotient by 1, leaves as it is. The number may be
+        another at the next call, so that the program keeps it; a formula is of this call."""
+        left, right = node.args
+        if self._is_one(right):
+            return left
+        return right if node.op == "mul" and self._is_one(left) else None
+
+    def _is_one(self, index: int) -> bool:
+        node = self.program.nodes[index]
+        if node.op in ("cast", "mul", "div", "reciprocal"):
+            return all(map(self._is_one, node.args))
+        if node.op == "number":
+            return self.numbers[int(str(node.attr))] == 1
+        return node.op == "const" and node.attr is not True and node.attr == 1
 
     def _cast(self, node: Node) -> tuple[str, int]:
         """A cast between integers, or from an integer to a float, reads better left out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from attnloom.trace.tracer import trace_mask, trace_score
 
 Mod = Callable[..., Any]
 Progress = Callable[[str], None]
+_AFFORDABLE = 1 << 19  # scores that check_mod takes unasked: about a second of its oracle
 _AXES = {"q_len": "q", "kv_len": "kv", "heads": "h", "batch": "b"}
 DTYPES = {
     "float32": torch.float32,
@@ -121,9 +122,9 @@ class Setting:
 class Defaults:
     """Sizes where neither the caller nor a captured tensor says: explain's and check's differ.
 
-    most_scores: for an oracle that holds every score. Tables longer than q_len then leave it as it
-        is, and heads and batch that captured tensors tell are cut until so many scores are left;
-        None: they are taken as they are.
+    most_scores: for an oracle that holds every score. Where what captured tensors tell is more
+        than 2^19 scores, lengths beyond q_len then leave it as it is, and heads and batch are cut
+        until most_scores are left; None: they are taken as they are.
     """
 
     q_len: int
@@ -179,7 +180,28 @@ def make_setting(
         )
     reach = {axis: sizes[name] for name, axis in _AXES.items()}
     short = [text for each in traced for text in short_captures.texts(*each, reach)]
+    if found["dtype"] is torch.float64:
+        short += [text for each in traced for text in _narrow_parts(*each)]
     return Setting(**sizes, **found, device=where, notes=(*notes, *short))
+
+
+def _narrow_parts(kind: str, mod: Mod, bound: BoundProgram) -> Iterator[str]:
+    """A note where a score_mod of float64 scores computes in float32, as torch would."""
+    if kind != "score_mod":
+        return
+    names = tensor_names(mod, bound.tensors)
+    nodes, found = bound.program.nodes, []
+    for node in nodes:
+        if node.dtype is DType.F32 and node.op == "load":
+            found.append(names[int(str(node.attr))])
+        elif node.dtype is DType.F32 and any(not nodes[a].dtype.is_float for a in node.args):
+            found.append("integers")
+    if found:
+        yield (
+            f"dtype is float64, but score_mod '{mod_name(mod)}' computes in float32 what it makes "
+            f"of {' and of '.join(dict.fromkeys(found))} alone, as torch does; .double() there "
+            "makes it float64"
+        )
 
 
 def _traced(
@@ -214,9 +236,10 @@ def _with_told_sizes(
         if name not in given and (saying := told(lengths, axis)) is not None
     }
     sizes = {name: saying.length for name, saying in sayings.items()}
-    for name in ("q_len", "kv_len"):
-        if name in sizes and defaults.most_scores is not None and not sayings[name].exact:
-            sizes[name] = min(sizes[name], defaults.q_len)
+    if defaults.most_scores is not None and _num_scores(sizes, defaults, given) > _AFFORDABLE:
+        for name in ("q_len", "kv_len"):
+            if name in sizes and not sayings[name].exact:
+                sizes[name] = min(sizes[name], defaults.q_len)
     # A length that nobody tells is the other one.
     fallback = {**sizes, **given}
     q_len = fallback.get("q_len", fallback.get("kv_len", defaults.q_len))
@@ -224,12 +247,13 @@ def _with_told_sizes(
     others = {"batch": defaults.batch, "heads": defaults.heads, **given, **fixed}
     outer = {name: sizes[name] for name in ("heads", "batch") if name in sizes}
     left = {**others, **_cut(others, outer, defaults)}
-    notes = [
-        _note(name, saying, left[name])
-        for name, saying in sayings.items()
-        if name in outer or left[name] == saying.length
-    ]
-    return left, tuple(notes)
+    return left, tuple(_note(name, saying, left[name]) for name, saying in sayings.items())
+
+
+def _num_scores(sizes: dict[str, int], defaults: Defaults, given: dict[str, int]) -> int:
+    known = {"batch": defaults.batch, "heads": defaults.heads, **sizes, **given}
+    q_len = known.get("q_len", known.get("kv_len", defaults.q_len))
+    return known["batch"] * known["heads"] * q_len * known.get("kv_len", q_len)
 
 
 def _cut(others: dict[str, int], told: dict[str, int], defaults: Defaults) -> dict[str, int]:

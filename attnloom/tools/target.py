@@ -1,8 +1,8 @@
 """Finding a mod by its name on the command line: `package.module:function` or `file.py:function`.
 
-What follows the colon is a dotted name, or a call of one with literal arguments, so that a factory
-can be named together with its arguments: `train.py:alibi(8)`, `mods.py:window(left=256)`. The text
-is parsed, never evaluated.
+What follows the colon is a dotted name in which calls may stand, with literal arguments, so that a
+factory can be named together with its arguments, and a method of a new object: `train.py:alibi(8)`,
+`mods.py:window(left=256)`, `model.py:Layer(64).score_mod`. The text is parsed, never evaluated.
 """
 
 from __future__ import annotations
@@ -52,14 +52,17 @@ def resolve(text: str) -> Target:
     place, colon, expression = text.partition(":")
     if not (place and colon and expression):
         raise OptionError(f"'{text}' does not name a mod. {_FORM}")
-    path, call = _parse(text, expression.strip())
+    steps = _parse(text, expression.strip())
     found: Any = _module(place)
-    for depth, name in enumerate(path):
-        found = _attribute(found, name, ":".join((place, ".".join(path[:depth]))).rstrip(":"))
-    shown = ".".join(path)
-    if call is not None:
-        found = _call(found, call, shown)
-    return Target(text, found, kind_of(found, shown))
+    shown = ""
+    for step in steps:
+        if isinstance(step, ast.Call):
+            found = _call(found, step, shown)
+            shown = f"{shown}(...)"
+        else:
+            found = _attribute(found, step, f"{place}:{shown}".rstrip(":"))
+            shown = f"{shown}.{step}" if shown else step
+    return Target(text, found, kind_of(found, shown.removesuffix("(...)")))
 
 
 def kind_of(mod: object, name: str) -> Kind:
@@ -96,21 +99,24 @@ def kind_of(mod: object, name: str) -> Kind:
     return kind
 
 
-def _parse(text: str, expression: str) -> tuple[list[str], ast.Call | None]:
+def _parse(text: str, expression: str) -> list[str | ast.Call]:
+    """Names to look up and calls to make, one after the other: `Layer(8).score_mod` is a name, a
+    call and a name."""
     try:
         tree: ast.expr = ast.parse(expression, mode="eval").body
     except SyntaxError:
         raise OptionError(f"'{expression}' in '{text}' is not a name or a call. {_FORM}") from None
-    call = tree if isinstance(tree, ast.Call) else None
-    if call is not None:
-        tree = call.func
-    path: list[str] = []
-    while isinstance(tree, ast.Attribute):
-        path.insert(0, tree.attr)
-        tree = tree.value
+    steps: list[str | ast.Call] = []
+    while isinstance(tree, ast.Attribute | ast.Call):
+        if isinstance(tree, ast.Call):
+            steps.insert(0, tree)
+            tree = tree.func
+        else:
+            steps.insert(0, tree.attr)
+            tree = tree.value
     if not isinstance(tree, ast.Name):
         raise OptionError(f"'{expression}' in '{text}' is not a name or a call. {_FORM}")
-    return [tree.id, *path], call
+    return [tree.id, *steps]
 
 
 def _module(place: str) -> ModuleType:

@@ -37,6 +37,7 @@ def build(mod=causal, B=1, H=1, Q=64, KV=64, **options):
         (lambda: build(Q=-3), ShapeError, "Q_LEN is -3; sizes are 0 or more."),
         (lambda: build(KV=2.5), ShapeError, "KV_LEN is 2.5; it must be an int."),
         (lambda: build(B=-1), ShapeError, "B is -1"),
+        (lambda: build(B=True), OptionError, "B is True, which is a flag; it must be an int."),
         (lambda: build(BLOCK_SIZE=100), OptionError, "BLOCK_SIZE is 100, and 100 is not a power"),
         (lambda: build(BLOCK_SIZE=(128, 8)), OptionError, "BLOCK_SIZE is (128, 8), and 8 is not"),
         (lambda: build(BLOCK_SIZE=(1, 2, 3)), OptionError, "one int or a pair (query, key)"),

@@ -242,7 +242,7 @@ def same_document(b, h, q_idx, kv_idx):
         # one length stands for the other; a given q_len is kv_len too
         ((None, variants.key_padding(torch.ones(77).bool())), {}, (77, 77), (77, 77)),
         ((None, same_document), {"q_len": 50}, (50, 50), (50, 50)),
-        ((None, same_document), {"kv_len": 50}, (700, 50), (160, 50)),
+        ((None, same_document), {"kv_len": 50}, (700, 50), (700, 50)),
         ((None, variants.causal_mask), {}, (2048, 2048), (160, 160)),
     ],
 )
@@ -267,4 +267,39 @@ def test_told_lengths_are_noted():
         "q_len is 700, as IDS[q_idx] has that length; --q-len says otherwise",
         "kv_len is 700, as IDS[kv_idx] has that length; --kv-len says otherwise",
     )
-    assert attnloom.check_mod(mask_mod=same_document).setting.notes == ()
+    assert attnloom.check_mod(mask_mod=same_document).setting.notes == (
+        "q_len is 160, and could be 700, since IDS[q_idx] has that length; --q-len says otherwise",
+        "kv_len is 160, and could be 700, since IDS[kv_idx] has that length; --kv-len says "
+        "otherwise",
+    )
+
+
+def test_check_left_out_what_captured_tensors_told_of_lengths():
+    """It took 160 tokens of 277, and so never saw the last documents."""
+    ids = torch.arange(277) // 90
+
+    def documents(b, h, q_idx, kv_idx):
+        return ids[q_idx] == ids[kv_idx]
+
+    found = attnloom.check_mod(mask_mod=documents, head_dim=16)
+    assert (found.setting.q_len, found.setting.kv_len) == (277, 277)
+    assert "q_len is 277, as ids[q_idx] has that length" in found.setting.notes[0]
+
+
+def test_float32_inside_a_float64_check_is_noted():
+    table = torch.linspace(0, 1, 64)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[q_idx] + torch.log1p(kv_idx)
+
+    def notes(mod, dtype):
+        return attnloom.check_mod(mod, q_len=64, head_dim=16, dtype=dtype).setting.notes
+
+    assert notes(mod, "float64") == (
+        "dtype is float64, but score_mod 'test_float32_inside_a_float64_check_is_noted.mod' "
+        "computes in float32 what it makes of table and of integers alone, as torch does; "
+        ".double() there makes it float64",
+    )
+    assert notes(mod, "float32") == ()
+    wide = table.double()
+    assert notes(lambda s, b, h, q, kv: s + wide[q] + torch.log1p(kv.double()), "float64") == ()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -201,3 +204,15 @@ def test_units_and_tables():
     assert json.loads(output.to_json({"a": (float("inf"), SimpleNamespace(b=1).b)})) == {
         "a": [None, 1]
     }
+
+
+def test_a_reader_that_stops_reading_is_no_traceback():
+    """`attnloom explain ... | head -3` ended in a BrokenPipeError."""
+    command = [sys.executable, "-m", "attnloom", "explain", f"{MODS}:learned", "--no-measure"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")

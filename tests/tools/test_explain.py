@@ -231,3 +231,35 @@ def test_heads_that_share_a_map_are_grouped():
     assert other == ((0, 1), (1, 1))
     assert pairs_text(one) == "batch 0, 1, heads 0, 2, 3"
     assert pairs_text(((0, 0), (0, 1), (0, 2), (1, 5))) == "batch 0, heads 0-2; batch 1, head 5"
+
+
+def test_formulas_held_products_with_one():
+    one = 1.0
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * one + torch.log1p(torch.exp(h.float())) / one + (h + 3).reciprocal()
+
+    (traced,) = explain(mod, q_len=64, measure=False).mods
+    assert [s.text for s in traced.statements] == [
+        "log1p(exp(h))",
+        "1 / (h + 3)",
+        "score + h0 + h1",
+    ]
+    one = 2.0  # a number, not a constant of the program
+    (traced,) = explain(mod, q_len=64, measure=False).mods
+    assert any("2" in s.text for s in traced.statements)
+
+
+def test_a_smaller_tile_that_computes_less_is_named():
+    ids = torch.arange(1024) // 40
+
+    def documents(b, h, q_idx, kv_idx):
+        return ids[q_idx] == ids[kv_idx]
+
+    mask = explain(None, documents, measure=False).mask
+    size, density = mask.finer
+    assert size < 128
+    again = explain(None, documents, block_size=size, measure=False).mask
+    assert again.density == density < 0.8 * mask.density
+    full = explain(None, lambda b, h, q, kv: q >= 0, q_len=1024, measure=False).mask
+    assert full.finer is None

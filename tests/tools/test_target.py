@@ -22,7 +22,10 @@ FILE = str(Path(__file__).parent / "mods.py")
         (f"{FILE}:window(left=8)", "mask_mod"),
         (f"{MODS}:alibi(8)", "score_mod"),
         (f"{MODS}:layer.score_mod", "score_mod"),
-        (f"{MODS}:Table().score_mod", None),
+        # a method of a new object was refused
+        (f"{MODS}:Table().score_mod", "score_mod"),
+        (f"{MODS}:[learned]", None),
+        (f"{MODS}:(learned or alibi)(8)", None),
     ],
 )
 def test_forms(text, kind):
