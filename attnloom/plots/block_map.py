@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from attnloom.block_mask import BlockMask
 from attnloom.errors import ModError
 from attnloom.masking.arguments import read_int
@@ -64,8 +66,11 @@ def plot_block_map(
         draw_image(axes, tile_colours(block_mask, region, head), region)
         rule(axes, region, block_mask.BLOCK_SIZE)
         label_axes(axes, region, Labels(None, None), several)
+        # The last tiles may overhang the lengths; the picture ends where the tokens do.
+        axes.set_xlim(region.kv[0] - 0.5, min(region.kv[1], columns) - 0.5)
+        axes.set_ylim(min(region.q[1], rows) - 0.5, region.q[0] - 0.5)
         density = _density(block_mask, region, head)
-        text = f"{density:.1%} of the tiles are live"
+        text = f"{density:.1%} of the scores lie in live tiles"
         axes.set_title(f"head {head}: {density:.1%} live" if several else text, fontsize=8)
     q_block, kv_block = block_mask.BLOCK_SIZE
     key_of_kinds(
@@ -90,6 +95,13 @@ def _whole_tiles(block_mask: BlockMask, region: Region) -> Region:
 
 
 def _density(block_mask: BlockMask, region: Region, head: int) -> float:
-    (top, bottom), (left, right) = tile_spans(block_mask, region)
-    live = (tile_kinds(block_mask, region, head) != Kind.EMPTY).sum()
-    return float(live) / ((bottom - top) * (right - left))
+    """Scores in live tiles over all scores of a region, overhanging parts left out: where it is the
+    whole mask, what `sparsity` and `explain` count."""
+    live = tile_kinds(block_mask, region, head) != Kind.EMPTY
+    heights, widths = (
+        np.minimum(np.arange(first, end, block) + block, length) - np.arange(first, end, block)
+        for (first, end), block, length in zip(
+            (region.q, region.kv), block_mask.BLOCK_SIZE, block_mask.seq_lengths, strict=True
+        )
+    )
+    return float(heights @ live @ widths) / float(heights.sum() * widths.sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_TEXT = 72
+_LINE = 92  # characters
 _MOST_BARS = 128
 
 
@@ -49,7 +50,7 @@ def plot_plan(explanation: Explanation, *, title: str | None = None) -> Figure:
         if shown
     ]
     runs = statement_runs(explanation)
-    heights = [0.5 + 0.32 * len(runs)] + [2.6] * bool(lower)
+    heights = [0.5 + sum(map(_height, runs)) * 0.32] + [2.6] * bool(lower)
     figure = new_figure((9.5, sum(heights) + 0.6))
     grid = figure.add_gridspec(len(heights), max(1, len(lower)), height_ratios=heights)
     _draw_statements(figure.add_subplot(grid[0, :]), runs)
@@ -94,16 +95,17 @@ def _draw_statements(axes: Axes, runs: list[tuple[str, Statement, int]]) -> None
     from matplotlib.ticker import NullFormatter
 
     most = max(count for _, _, count in runs)
-    for place, (kind, line, count) in enumerate(runs):
+    heights = [_height(run) for run in runs]
+    places = [sum(heights[:n]) + (heights[n] - 1) / 2 for n in range(len(runs))]
+    for place, run in zip(places, runs, strict=True):
+        kind, _, count = run
         colour = FULL if kind == "score_mod" else PARTIAL
         axes.barh(place, max(count, 1), color=colour, height=0.62, left=0.8)
-        text = f"return {line.text}" if line.name == "return" else f"{line.name} = {line.text}"
-        text = text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 3] + "..."
         axes.text(
-            max(count, 1) * 1.3, place, f"{line.when}, {amount(count)}: {text}", va="center",
-            fontsize=7, family="monospace", clip_on=False,
+            max(count, 1) * 1.3, place, "\n".join(_lines(run)), va="center", fontsize=7,
+            family="monospace", clip_on=False,
         )  # fmt: skip
-    axes.set_yticks(range(len(runs)), [kind for kind, _, _ in runs], fontsize=7)
+    axes.set_yticks(places, [kind for kind, _, _ in runs], fontsize=7)
     axes.set(xscale="log", xlim=(0.8, max(most, 10) ** 2.6), title="how often each line runs")
     ticks = [10**e for e in range(0, 1 + math.ceil(math.log10(max(most, 10))), 3)]
     axes.set_xticks(ticks, [amount(t) for t in ticks], fontsize=7)
@@ -111,6 +113,19 @@ def _draw_statements(axes: Axes, runs: list[tuple[str, Statement, int]]) -> None
     axes.tick_params(axis="x", which="minor", length=0)
     axes.invert_yaxis()
     _open(axes)
+
+
+def _lines(run: tuple[str, Statement, int]) -> list[str]:
+    """What stands beside a bar; long statements go on, indented."""
+    _, line, count = run
+    text = f"return {line.text}" if line.name == "return" else f"{line.name} = {line.text}"
+    whole = f"{line.when}, {amount(count)}: {text}"
+    return textwrap.wrap(whole, _LINE, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _height(run: tuple[str, Statement, int]) -> float:
+    """In bars: further lines of text take half a one each."""
+    return 1 + 0.5 * (len(_lines(run)) - 1)
 
 
 def _draw_rows(axes: Axes, explanation: Explanation) -> None:

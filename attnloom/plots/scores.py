@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _COLOURS = "viridis"  # its lightness rises all the way, so that it prints in grey
 _MASKED = "#ffffff"
+_WIDEST = 1e4  # greatest over least weight that colours tell apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ def plot_scores(
     """Draw scores after a score_mod, or the attention weights that come of them; one panel a head.
 
     Without query and key every score is 0 before the mod, so that the picture shows what positions
-    alone add. All panels share one scale of colours, whose lightness rises with the value; masked
-    scores are white.
+    alone add. All panels share one scale of colours, whose lightness rises with the value, for
+    weights of the softmax with its logarithm, over four decades at most; masked scores are white.
 
     Args:
         score_mod: as flex_attention takes it; None leaves scores as they are.
@@ -99,6 +100,9 @@ def plot_scores(
     values = [_values(source, region, head, columns, softmax) for head in region.heads]
     shown = np.concatenate([v[np.isfinite(v)] for v in values])
     low, high = (float(shown.min()), float(shown.max())) if shown.size else (0.0, 1.0)
+    scale: dict[str, Any] = {"vmin": low, "vmax": high}
+    if softmax:
+        scale = {"norm": _log_scale(low, high)}
     figure, all_axes = panels(len(region.heads), title)
     from matplotlib import colormaps
 
@@ -106,13 +110,27 @@ def plot_scores(
     several = len(region.heads) > 1
     for axes, head, image in zip(all_axes, region.heads, values, strict=True):
         finite = np.ma.masked_invalid(image)
-        drawn = draw_image(axes, finite, region, cmap=colours, vmin=low, vmax=high)
+        drawn = draw_image(axes, finite, region, cmap=colours, **scale)
         label_axes(axes, region, labels, several)
         if several:
             axes.set_title(f"head {head}", fontsize=8)
     bar = figure.colorbar(drawn, ax=all_axes, shrink=0.8)
     bar.set_label("weight after the softmax" if softmax else "score")
     return figure
+
+
+def _log_scale(low: float, high: float) -> Any:
+    """Colours by the logarithm of a weight: one row that sees a single key has weight 1, and would
+    leave rows of hundreds of keys black. Weights below high / _WIDEST are drawn as that."""
+    from matplotlib.colors import FuncNorm
+
+    least = max(low, high / _WIDEST) if high > 0 else 1.0
+    least = least if least < high else high / 2 or 0.5
+
+    def forward(weights: Any) -> Any:
+        return np.log(np.maximum(weights, least))
+
+    return FuncNorm((forward, np.exp), vmin=least, vmax=max(high, 2 * least), clip=True)
 
 
 def _lengths(

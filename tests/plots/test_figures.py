@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import numpy as np
@@ -90,7 +91,7 @@ def test_a_block_map():
     mask = attnloom.create_block_mask(by_head, None, 3, 100, 100, device="cpu", BLOCK_SIZE=16)
     figure = plot_block_map(mask)
     assert len(images(figure)) == 3
-    live = mask.to_dense()[0].float().mean((1, 2))
+    live = torch.stack([1 - mask[:, h].sparsity() / 100 * torch.ones(()) for h in range(3)])
     titles = [axes.get_title() for axes in figure.axes if axes.images]
     assert titles == [f"head {h}: {live[h]:.1%} live" for h in range(3)]
     assert legend_texts(figure)[0] == "full tile of 16 x 16"
@@ -101,7 +102,7 @@ def test_a_block_map():
 def test_a_mask_without_live_tiles_is_white():
     figure = plot_block_map(masked(40, lambda b, h, q_idx, kv_idx: q_idx < 0))
     assert (images(figure)[0] == rgb(EMPTY)).all()
-    assert [axes.get_title() for axes in figure.axes] == ["0.0% of the tiles are live"]
+    assert [axes.get_title() for axes in figure.axes] == ["0.0% of the scores lie in live tiles"]
 
 
 def test_a_long_mask_token_by_token():
@@ -216,3 +217,43 @@ def test_without_matplotlib(monkeypatch):
 def test_mistakes(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_a_block_map_went_on_beyond_the_tokens():
+    """Axes of 277 tokens ran to 288, and the density was not the one that the mask prints."""
+    mask = attnloom.create_block_mask(causal, None, None, 277, 250, device="cpu", BLOCK_SIZE=32)
+    (axes,) = plot_block_map(mask).axes
+    assert (axes.get_xlim(), axes.get_ylim()) == ((-0.5, 249.5), (276.5, -0.5))
+    density = 100 - mask.sparsity()
+    assert axes.get_title() == f"{density:.1f}% of the scores lie in live tiles"
+
+
+def test_weights_are_told_apart_though_one_row_has_a_single_key():
+    """A document of one token set a linear scale, on which all others were black."""
+    ids = torch.tensor([0] + [1] * 99)
+    figure = plot_scores(None, lambda b, h, q, kv: ids[q] == ids[kv], q_len=100, softmax=True)
+    drawn = figure.axes[0].images[0]
+    one, many = (float(drawn.norm(weight)) for weight in (1.0, 1 / 99))
+    assert one == pytest.approx(1)
+    assert 0 <= float(drawn.norm(0.0)) <= many < 0.6
+    figure = plot_scores(mods.alibi(2), causal, q_len=100, softmax=True)
+    drawn = figure.axes[0].images[0]
+    assert float(drawn.norm(1 / 99)) > 0.3
+    assert drawn.get_array().min() == pytest.approx(0, abs=1e-3)  # the values are as they were
+    figure.savefig(io.BytesIO())
+
+
+def test_long_statements_of_a_plan_were_cut():
+    def long(score, b, h, q_idx, kv_idx):
+        for n in range(8):
+            score = score + torch.sin((q_idx - kv_idx) * (n + 2.5))
+        return score
+
+    found = attnloom.explain(long, q_len=64, measure=False)
+    texts = [text.get_text() for text in plot_plan(found).axes[0].texts]
+    statements = [line.text for _, line, _ in statement_runs(found)]
+    assert max(map(len, statements)) > 92
+    for text, statement in zip(texts, statements, strict=True):
+        assert "..." not in text
+        assert "".join(text.split()).endswith("".join(statement.split()))
+        assert max(map(len, text.split("\n"))) <= 92
