@@ -19,7 +19,7 @@ from attnloom.trace.messages import source_line
 
 _TARGET = (
     "package.module:function or path/file.py:function, a score_mod or a mask_mod; a factory with "
-    "literal arguments as 'mods.py:alibi(8)'"
+    "literal arguments as 'mods.py:alibi(8)', a method as 'model.py:Layer(64).score_mod'"
 )
 _TOLD = {"q-len": "q_idx", "batch": "b", "heads": "h"}
 # Folders whose frames are not the user's code.

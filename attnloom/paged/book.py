@@ -22,6 +22,8 @@ def whole(value: Any, name: str) -> int:
         OptionError: it is none.
     """
     try:
+        if isinstance(value, bool):  # arguments in another order, more likely than 1 or 0
+            raise TypeError
         return index(value)
     except TypeError:
         raise OptionError(f"{name} is {value!r}; it must be an int.") from None

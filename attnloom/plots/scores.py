@@ -115,6 +115,11 @@ def plot_scores(
         if several:
             axes.set_title(f"head {head}", fontsize=8)
     bar = figure.colorbar(drawn, ax=all_axes, shrink=0.8)
+    if softmax:
+        from matplotlib.ticker import FuncFormatter, LogLocator
+
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda weight, _: f"{weight:.3g}"))
     bar.set_label("weight after the softmax" if softmax else "score")
     return figure
 

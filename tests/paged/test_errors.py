@@ -76,6 +76,11 @@ ERRORS: dict[str, Pinned] = {
         "key is a PagedBatch, which has keys and values of every layer; pass those of one, "
         "flex_attention(query, batch.layer(i), ...).",
     ),
+    "a flag for a length": (
+        lambda: cache_of(3).reserve(0, True),
+        OptionError,
+        "length is True; it must be an int.",
+    ),
     "room for less than nothing": (
         lambda: cache_of(3).reserve(0, -1),
         ShapeError,

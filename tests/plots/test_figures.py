@@ -241,6 +241,9 @@ def test_weights_are_told_apart_though_one_row_has_a_single_key():
     assert float(drawn.norm(1 / 99)) > 0.3
     assert drawn.get_array().min() == pytest.approx(0, abs=1e-3)  # the values are as they were
     figure.savefig(io.BytesIO())
+    bar = figure.axes[-1]
+    ticks = {label.get_text() for label in bar.get_yticklabels()}
+    assert {"0.01", "0.1", "1"} <= ticks
 
 
 def test_long_statements_of_a_plan_were_cut():
