@@ -73,7 +73,7 @@ def check(
             f"the lengths of the sequences are on {table.device}, query on {query.device}; all "
             "must be on one device. Move them with .to(device)."
         )
-    check_contents(table, query.size(2), None if table.pages is None else key.size(0))
+    check_contents(table, query.size(2), key.size(2) if table.pages is None else key.size(0))
     if block_mask is None:
         return
     validate.check_mask_type(block_mask)

@@ -12,13 +12,15 @@ from attnloom.masking.arguments import check_tensor, read_int
 from attnloom.paged.table import PageTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeMask:
     """A BlockMask of whole sequences, read at the positions of a batch's newest tokens.
 
     Made by `BlockMask.for_decode`; flex_attention takes it as block_mask, with key and value of
     [B, Hkv, MAX_LEN, D] that sequence b fills up to lengths[b]. Lengths are read by the kernels:
-    `update` them, or change the tensor itself, also between replays of a CUDA graph.
+    `update` them, or change the tensor itself, also between replays of a CUDA graph. Lengths on the
+    CPU are checked against the mask and the key tensor in each call; elsewhere nobody reads them
+    before the kernels, which see no key beyond either.
 
     Attributes:
         mask: the BlockMask; its lists and mask_mod are used as they are.
@@ -44,7 +46,7 @@ class DecodeMask:
         Raises:
             DtypeError, ShapeError: lengths is no list of integers, one for each sequence.
         """
-        _check_lengths(lengths)
+        _check_integers("lengths", lengths, "the tokens of each sequence, the queries included")
         if lengths.shape != self.lengths.shape:
             raise ShapeError(
                 f"lengths is {list(lengths.shape)}; this mask was made for "
@@ -81,29 +83,24 @@ class Decoding:
         Args:
             lengths: [B] integers, tokens of each sequence, the queries included. Kept, not copied,
                 if it is int32: what is written to it later counts.
-            counts: [B] int32, queries of each sequence, for padded queries; further rows of query
-                give 0. None: all rows of query.
+            counts: [B] integers, queries of each sequence, for padded queries; further rows of
+                query give 0. Kept if it is int32, as lengths is. None: all rows of query.
         Returns:
             DecodeMask, which flex_attention takes as block_mask.
         Raises:
-            DtypeError, ShapeError: lengths is no list of integers, or counts none of as many int32.
+            DtypeError, ShapeError: lengths is no list of integers, or counts none of as many.
         """
-        _check_lengths(lengths)
+        _check_integers("lengths", lengths, "the tokens of each sequence, the queries included")
         if counts is not None:
-            check_tensor("counts", counts)
+            _check_integers("counts", counts, "the queries of each sequence")
+            counts = counts.int()
         longest = min(self.shape[-2:])  # type: ignore[attr-defined]
         return DecodeMask(self, PageTable(lengths.int(), counts, None, 0, longest))
 
 
-def _check_lengths(lengths: torch.Tensor) -> None:
-    check_tensor("lengths", lengths)
-    if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool:
-        raise DtypeError(
-            f"lengths is {lengths.dtype}; it must hold integers, the tokens of each sequence. Use "
-            ".int()."
-        )
-    if lengths.dim() != 1:
-        raise ShapeError(
-            f"lengths is {list(lengths.shape)}; it must be [B], the tokens of each sequence, the "
-            "queries included."
-        )
+def _check_integers(name: str, numbers: torch.Tensor, what: str) -> None:
+    check_tensor(name, numbers)
+    if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype == torch.bool:
+        raise DtypeError(f"{name} is {numbers.dtype}; it must hold integers, {what}. Use .int().")
+    if numbers.dim() != 1:
+        raise ShapeError(f"{name} is {list(numbers.shape)}; it must be [B], {what}.")

@@ -34,7 +34,7 @@ class _Watch:
         self._found = [*rest, *[t._version for t in self._tensors]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
     """How long each sequence of a batch is, and in which pages its keys and values lie.
 
@@ -107,7 +107,7 @@ class Hold(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PagedKV:
     """Keys and values of one layer in pages, for flex_attention(query, kv).
 
@@ -148,21 +148,22 @@ class PagedKV:
             self._hold.check()
 
 
-def check_contents(table: PageTable, q_len: int, num_pages: int | None) -> None:
-    """What the tensors of a table on the CPU say, against queries of q_len rows and, unless keys do
-    not lie in pages, num_pages pages. On other devices only kernels know it.
+def check_contents(table: PageTable, q_len: int, room: int) -> None:
+    """What the tensors of a table on the CPU say, against queries of q_len rows and the room that
+    key has: its pages, or the tokens of each sequence where it has none. On other devices only
+    kernels know it.
 
     Raises:
         ShapeError: a length, a count or a page of a sequence is out of range.
     """
     watch = table._watch
-    if watch is not None and watch.holds(id(table), q_len, num_pages):
+    if watch is not None and watch.holds(id(table), q_len, room):
         return
     if table.device.type != "cpu":
         return
-    _check_numbers(table, q_len, num_pages)
+    _check_numbers(table, q_len, room)
     if watch is not None:
-        watch.note(id(table), q_len, num_pages)
+        watch.note(id(table), q_len, room)
 
 
 def watched(table: PageTable) -> PageTable:
@@ -174,22 +175,24 @@ def watched(table: PageTable) -> PageTable:
     return table
 
 
-def _check_numbers(table: PageTable, q_len: int, num_pages: int | None) -> None:
+def _check_numbers(table: PageTable, q_len: int, room: int) -> None:
     lengths, counts, pages = table.lengths, table.counts, table.pages
     shortest, longest = _ends(lengths)
-    if shortest < 0 or longest > table.max_length:
-        bound = _BOUND_OF_PAGES if pages is not None else _BOUND_OF_MASK
-        _refuse_outside("lengths", lengths, 0, table.max_length, bound)
+    limit, bound = table.max_length, _BOUND_OF_PAGES
+    if pages is None:
+        limit, bound = (room, _BOUND_OF_KEY) if room < limit else (limit, _BOUND_OF_MASK)
+    if shortest < 0 or longest > limit:
+        _refuse_outside("lengths", lengths, 0, limit, bound)
     if counts is not None:
         fewest, most = _ends(counts)
         if fewest < 0 or most > q_len:
             _refuse_outside("counts", counts, 0, q_len, _BOUND_OF_QUERY)
         if most > shortest:
             _refuse_outside("counts", counts, 0, lengths.numpy(), _BOUND_OF_TOKENS)
-    if pages is not None and num_pages is not None:
+    if pages is not None:
         first, last = _ends(pages)
-        if first < 0 or last >= num_pages:
-            _refuse_pages(table, pages.numpy(), num_pages)
+        if first < 0 or last >= room:
+            _refuse_pages(table, pages.numpy(), room)
 
 
 # What bounds the numbers of a table, and how to give them more room.
@@ -198,6 +201,7 @@ _BOUND_OF_MASK = (
     "the tokens that the mask was built for",
     "call for_decode on a mask of longer sequences",
 )
+_BOUND_OF_KEY = ("the tokens that key has room for", "give a longer key and value")
 _BOUND_OF_QUERY = ("the rows of query", "give query more rows")
 _BOUND_OF_TOKENS = ("its length, as queries are its newest tokens", "count the new tokens in it")
 _FEW = 64  # numbers that Python compares sooner than torch starts an operator
