@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from attnloom.errors import OptionError, ShapeError, UnsupportedError
-from attnloom.masking import display, portable, tokens, versions, views
+from attnloom.masking import display, portable, tokens, transforms, versions, views
 from attnloom.masking import lists as block_lists
 from attnloom.masking.arguments import check_mask_mod, read_int, read_lengths, shown
 from attnloom.masking.constructors import KnownMasks
@@ -27,8 +27,8 @@ from attnloom.masking.torch_layout import (
     whole_tiles,
     write_order,
 )
+from attnloom.masking.transforms import outside_transforms
 from attnloom.masking.views import MaskMod, noop_mask
-from attnloom.trace.names import mod_name
 
 __all__ = ["BlockLists", "BlockMask"]
 
@@ -57,6 +57,7 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
 
     mask_mod: MaskMod
 
+    @outside_transforms
     def __init__(  # noqa: PLR0913
         self,
         seq_lengths: tuple[int, int],
@@ -216,6 +217,8 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
                 self.full_kv_indices,
             )
             self._lists = lists_from_kv_blocks(blocks, self._seq_lengths, self.BLOCK_SIZE)
+        if transforms.active():  # which wrap what they pass through a pytree
+            self._lists = block_lists.plain(self._lists)
         return self._lists
 
     @property
@@ -242,6 +245,7 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
         return self.kv_num_blocks.device
 
     @outside_graph
+    @outside_transforms
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Self:
         """Part of the mask: batch entries, heads and rows of tiles, as torch's indexing.
 
@@ -259,6 +263,7 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
         return self._derive(lists, part.mod(self.mask_mod), part.batch_dims)
 
     @outside_graph
+    @outside_transforms
     def rows(self, start: int, stop: int) -> Self:
         """The mask of queries start .. stop - 1 (tokens), for decoding or chunked prefill.
 
@@ -279,6 +284,7 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
         return self._derive(lists, views.shift_mod(self.mask_mod, start), self._batch_dims)
 
     @outside_graph
+    @outside_transforms
     def crop(self, q_len: int, kv_len: int) -> Self:
         """The mask of the first q_len queries and kv_len keys (tokens).
 
@@ -306,12 +312,13 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
             )
         out = self.from_lists(lists, mask_mod, batch_dims, self._has_full_lists)
         out._has_q_blocks, out._lists_of_mod = self._has_q_blocks, self._lists_of_mod
-        out._reading = versions.handed_on(self._reading, out.mask_mod)
+        out._reading = versions.handed_on(self, out.mask_mod)
         out.dq_kv_order_spt = self.dq_kv_order_spt
         if self.dq_write_order is not None:
             out.compute_write_order(bool(self.dq_kv_order_spt))
         return out
 
+    @outside_transforms
     def compute_write_order(self, descending: bool) -> None:
         """Fill dq_write_order and dq_write_order_full, as torch's create_block_mask does when
         compute_dq_write_order is set."""
@@ -382,19 +389,7 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
         return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, \n{picture}\n)"
 
     def __repr__(self) -> str:
-        lists = self.lists()
-        partial = int((lists.entries & 1).sum())
-        return (
-            "BlockMask(\n"
-            f"    shape={self.shape},\n"
-            f"    BLOCK_SIZE={self.BLOCK_SIZE},\n"
-            f"    stored={lists.num_batches} x {lists.num_heads} lists,\n"
-            f"    partial={partial}, full={lists.entries.numel() - partial},\n"
-            f"    sparsity={self.sparsity():.2f}%,\n"
-            f"    device={self.device},\n"
-            f"    mask_mod={mod_name(self.mask_mod)}\n"
-            ")"
-        )
+        return display.describe(self)
 
 
 portable.register(BlockMask)

@@ -14,7 +14,7 @@ from attnloom.errors import ModError, OptionError, ShapeError, counted
 from attnloom.ir.node import DType
 from attnloom.masking import extent, versions
 from attnloom.masking.arguments import check_flag, read_data_device, read_device, read_int, shown
-from attnloom.masking.build import build_lists
+from attnloom.masking.build import build
 from attnloom.masking.captures import captured_tensors
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import TileGrid, block_size_pair
@@ -89,9 +89,9 @@ def create_block_mask(
     extent.check(mask_mod, dict(zip(_AXES, sizes, strict=True)))
     where = read_data_device(_device(mask_mod, device))
     grid = TileGrid(*sizes, *block_size_pair(BLOCK_SIZE))
-    lists = build_lists(mask_mod, grid, where, separate_full_blocks)
-    mask = BlockMask.from_lists(lists, mask_mod, sizes[:2], separate_full_blocks)
-    mask._reading = versions.read(mask_mod)
+    built = build(mask_mod, grid, where, separate_full_blocks)
+    mask = BlockMask.from_lists(built.lists, mask_mod, sizes[:2], separate_full_blocks)
+    mask._reading = versions.read(mask_mod, built.bound)
     mask._lists_of_mod = True
     if compute_dq_write_order:
         mask.compute_write_order(dq_kv_order)

@@ -14,7 +14,7 @@ from attnloom.api.planning import plan_launch
 from attnloom.backends.reference import paged_forward, reference_forward
 from attnloom.block_mask import BlockMask
 from attnloom.ir.node import BoundProgram
-from attnloom.masking import short_captures
+from attnloom.masking import short_captures, versions
 from attnloom.masking.decode import DecodeMask
 from attnloom.paged import PageTable
 from attnloom.plan.problem import KernelOptions, compute_type
@@ -91,7 +91,9 @@ def run(
 
 def _traced_mask(whole: BlockMask, query: torch.Tensor, reach: dict[str, int]) -> BoundProgram:
     mask = trace_mask(whole.mask_mod, query.device)
+    versions.check(whole, mask)
     broadcast.check(whole, mask, query)
+    validate.warn_of_mask_gradients(whole.mask_mod, mask)
     if not whole._lists_of_mod:  # create_block_mask has looked at its own
         short_captures.warn("mask_mod", whole.mask_mod, mask, reach)
     return mask

@@ -60,7 +60,8 @@ class _Seen:
 
     mask: of its block_mask's mod, None where there is none to look at; lists: what it held.
     places: where the launch's tensors are among those of score and mask. detached: the first of
-        them that is the mask's, if any wants a gradient.
+        them that is the mask's, if any wants a gradient. held: the mask's, of which others are
+        compared with those that it was built from.
     """
 
     launch: Launch
@@ -69,6 +70,7 @@ class _Seen:
     lists: BlockLists | None
     places: tuple[int, ...]
     detached: int | None
+    held: tuple[weakref.ref[torch.Tensor], ...]
 
 
 @dataclass(slots=True)
@@ -167,7 +169,7 @@ def find(key: tuple[object, ...], call: Call) -> tuple[Launch, _Tensors] | None:
         if block_mask is not None:
             if block_mask._lists is not seen.lists:
                 continue
-            versions.check(block_mask)
+            versions.check_counts(block_mask)
         bucket.hits += 1
         return seen.launch, tensors
     return None
@@ -188,6 +190,9 @@ def _captured(seen: _Seen, score_mod: Any, mask_mod: Any) -> _Tensors | None:
         of_mask = seen.mask.tensors(mask_mod)
         if of_mask is None:
             return None
+        for reference, tensor in zip(seen.held, of_mask, strict=True):
+            if reference() is not tensor:
+                return None
         found += of_mask
     if not found:
         return ()
@@ -250,6 +255,7 @@ def _see(call: Call, launch: Launch) -> _Seen | None:
     device, block_mask, plan = call.query.device, call.block_mask, launch.plan
     dtype = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
     score = mask = lists = None
+    of_mask: list[torch.Tensor] = []
     found: list[torch.Tensor] = []
     places: list[int] = []
     if call.score_mod is not None:
@@ -276,7 +282,8 @@ def _see(call: Call, launch: Launch) -> _Seen | None:
         return None
     wants = any(found[place].requires_grad for place in places[count:])
     again = replace(launch, again=Again())
-    return _Seen(again, score, mask, lists, tuple(places), count if wants else None)
+    held = tuple(map(weakref.ref, of_mask))
+    return _Seen(again, score, mask, lists, tuple(places), count if wants else None, held)
 
 
 def _places(tensors: _Tensors, found: list[torch.Tensor]) -> list[int]:

@@ -21,6 +21,7 @@ from attnloom.api import broadcast, pipeline, validate
 from attnloom.block_mask import BlockMask
 from attnloom.errors import ShapeError, UnsupportedError, counted
 from attnloom.ir.node import DType
+from attnloom.masking import versions
 from attnloom.masking.captures import map_captures
 from attnloom.masking.views import noop_mask, shift_entries
 from attnloom.trace.dtensor import is_dtensor
@@ -293,7 +294,9 @@ def _local_mask(block_mask: Any, query: Any, key: Any, share: _Share) -> BlockMa
     """The mask of a rank's batch entries and heads; cut once."""
     validate.check_mask(block_mask, query, key)
     if block_mask.mask_mod is not noop_mask:
-        broadcast.check(block_mask, trace_mask(block_mask.mask_mod, query.device), query)
+        bound = trace_mask(block_mask.mask_mod, query.device)
+        versions.check(block_mask, bound)
+        broadcast.check(block_mask, bound, query)
     if share == _Share((0, 0), tuple(query.shape[:2])):
         return block_mask
     source = (block_mask.lists(), block_mask.mask_mod)

@@ -6,6 +6,7 @@ A message says what is wrong in the caller's names and values, why, and what to 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from numbers import Real
 
@@ -20,12 +21,15 @@ from attnloom.errors import (
     UnsupportedError,
     counted,
 )
-from attnloom.masking import extent, versions
+from attnloom.ir.node import BoundProgram
+from attnloom.masking import extent, short_captures
 from attnloom.masking.arguments import check_flag, shown
 from attnloom.paged import PagedBatch, PageTable
+from attnloom.trace.names import mod_name, name_of
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 EIGHT_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_warned: set[str] = set()
 
 
 def check_inputs(
@@ -170,15 +174,13 @@ def check_mask(block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor) ->
     """Lengths, batch, heads and device of a mask against the inputs it is used with.
 
     Raises:
-        ShapeError, DeviceError, OptionError (not an attnloom.BlockMask), ModError (a captured
-        tensor was changed since the mask was built).
+        ShapeError, DeviceError, OptionError (not an attnloom.BlockMask).
     """
     check_mask_type(block_mask)
     q_len, kv_len = block_mask.shape[-2:]
     if query.size(2) != q_len or key.size(2) != kv_len:
         _explain_lengths(block_mask, query, key)
     check_mask_batch(block_mask, query)
-    versions.check(block_mask)
 
 
 def check_mask_type(block_mask: object) -> None:
@@ -276,6 +278,29 @@ def check_score_mod(score_mod: object) -> None:
             f"score_mod is a {type(score_mod).__name__}; it must be a function "
             "score_mod(score, b, h, q_idx, kv_idx) that returns the new score, or None."
         )
+
+
+def warn_of_mask_gradients(mask_mod: object, bound: BoundProgram) -> None:
+    """Warn, once for each mask_mod and tensor, of gradients that somebody waits for in vain."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in bound.tensors:
+        if tensor.requires_grad:
+            _warn_of_mask_gradient(mask_mod, tensor)
+
+
+def _warn_of_mask_gradient(mask_mod: object, tensor: torch.Tensor) -> None:
+    name = name_of(mask_mod, tensor)
+    what = repr(name) if name else "a tensor"
+    text = (
+        f"mask_mod '{mod_name(mask_mod)}' captures {what} of shape {list(tensor.shape)}, which "
+        "requires grad; a mask keeps a score or does not, so that attention gives it no gradient. "
+        "To learn it, let a score_mod subtract something smooth in it; if no gradient is meant, "
+        "capture it detached (.detach())."
+    )
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, UserWarning, short_captures.caller_level())
 
 
 def check_extent(

@@ -7,12 +7,12 @@ does the same in kernels of its own registers a builder for its type of device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from attnloom.ir.node import BoundProgram
-from attnloom.masking import reuse, short_captures
+from attnloom.masking import reuse, short_captures, transforms
 from attnloom.masking.classify import classify
 from attnloom.masking.lists import BlockLists, TileGrid
 from attnloom.masking.views import MaskMod
@@ -31,22 +31,40 @@ def register_builder(device_type: str, builder: Builder) -> None:
     _builders[device_type] = builder
 
 
-def build_lists(
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Lists, and the traced mask_mod that they follow from."""
+
+    lists: BlockLists
+    bound: BoundProgram
+
+
+def build(
     mask_mod: MaskMod, grid: TileGrid, device: torch.device, separate_full: bool = True
-) -> BlockLists:
+) -> Built:
     """Lists of the live tiles of a mask_mod; never allocates Q_LEN x KV_LEN. Those of an equal
     mask built before are returned again (`reuse`).
 
     Raises:
-        TraceError: mask_mod cannot be traced.
+        TraceError: mask_mod cannot be traced. UnsupportedError: it captures what torch.vmap maps.
     """
     with torch.no_grad():
-        bound = trace_mask(mask_mod, device)
+        with transforms.inside_again():
+            bound = trace_mask(mask_mod, device)
         sizes = (grid.num_batches, grid.num_heads, grid.q_len, grid.kv_len)
         short_captures.warn("mask_mod", mask_mod, bound, dict(zip(_POSITIONS, sizes, strict=True)))
-        return reuse.built(
-            bound, grid, device, separate_full, lambda: _build(bound, grid, device, separate_full)
-        )
+        return Built(_lists(bound, grid, device, separate_full), bound)
+
+
+@transforms.outside_transforms
+def _lists(
+    bound: BoundProgram, grid: TileGrid, device: torch.device, separate_full: bool
+) -> BlockLists:
+    if any(map(transforms.is_wrapped, bound.tensors)):
+        bound = replace(bound, tensors=tuple(map(transforms.plain, bound.tensors)))
+    return reuse.built(
+        bound, grid, device, separate_full, lambda: _build(bound, grid, device, separate_full)
+    )
 
 
 def _build(

@@ -8,6 +8,7 @@ import torch
 from typing_extensions import Self
 
 from attnloom.errors import DtypeError, ShapeError
+from attnloom.ir.node import BoundProgram
 from attnloom.masking import known_masks, versions
 from attnloom.masking.arguments import (
     check_flag,
@@ -18,9 +19,10 @@ from attnloom.masking.arguments import (
     read_int,
     read_lengths,
 )
-from attnloom.masking.build import build_lists
+from attnloom.masking.build import build
 from attnloom.masking.dynamo import outside_graph
 from attnloom.masking.lists import BlockLists, TileGrid, block_size_pair
+from attnloom.masking.transforms import outside_transforms
 from attnloom.masking.views import MaskMod, noop_mask
 from attnloom.trace.names import known_as, mod_name
 
@@ -30,7 +32,7 @@ Mask = TypeVar("Mask", bound="KnownMasks")
 class KnownMasks:
     """Mixed into BlockMask; every mask here captures its tables, so partial tiles are exact."""
 
-    # of the tensors that lists were made from; None where nobody knows
+    # of what lists were made from; None where nobody knows
     _reading: versions.Reading | None = None
     # lists are what the mask_mod said, and no choice of the caller's
     _lists_of_mod: bool = False
@@ -45,6 +47,7 @@ class KnownMasks:
 
     @classmethod
     @outside_graph
+    @outside_transforms
     def from_dense(cls, mask: torch.Tensor, BLOCK_SIZE: int | tuple[int, int] = 128) -> Self:
         """The mask of a dense bool tensor.
 
@@ -77,6 +80,7 @@ class KnownMasks:
 
     @classmethod
     @outside_graph
+    @outside_transforms
     def from_block_bool(
         cls,
         live: torch.Tensor,
@@ -110,6 +114,7 @@ class KnownMasks:
 
     @classmethod
     @outside_graph
+    @outside_transforms
     def from_key_ranges(
         cls,
         start: torch.Tensor,
@@ -144,6 +149,7 @@ class KnownMasks:
 
     @classmethod
     @outside_graph
+    @outside_transforms
     def from_cu_seqlens(
         cls,
         cu_q: torch.Tensor,
@@ -187,13 +193,13 @@ class KnownMasks:
         block = block_size_pair(BLOCK_SIZE)
         mod = _named("from_cu_seqlens", known_masks.packed_mod(ranges, tables, mask_mod), mask_mod)
         if mask_mod is None:
-            lists = known_masks.range_lists(ranges, block)
-        else:
-            lists = build_lists(mod, ranges.grid(block), cu_q.device)
-        return _read(cls.from_lists(lists, mod))
+            return _read(cls.from_lists(known_masks.range_lists(ranges, block), mod))
+        built = build(mod, ranges.grid(block), cu_q.device)
+        return _read(cls.from_lists(built.lists, mod), built.bound)
 
     @classmethod
     @outside_graph
+    @outside_transforms
     def from_document_ids(
         cls,
         ids_q: torch.Tensor,
@@ -228,10 +234,10 @@ class KnownMasks:
         mod = _named("from_document_ids", mod, mask_mod)
         if mask_mod is None and documents.ranges is not None:
             lists = known_masks.range_lists(documents.ranges, block)
-        else:
-            grid = TileGrid(B, 1, ids_q.shape[1], ids_kv.shape[1], *block)
-            lists = build_lists(mod, grid, ids_q.device)
-        return _read(cls.from_lists(lists, mod, (B, 1)))
+            return _read(cls.from_lists(lists, mod, (B, 1)))
+        grid = TileGrid(B, 1, ids_q.shape[1], ids_kv.shape[1], *block)
+        built = build(mod, grid, ids_q.device)
+        return _read(cls.from_lists(built.lists, mod, (B, 1)), built.bound)
 
 
 def _named(constructor: str, mod: MaskMod, mask_mod: MaskMod | None = None) -> MaskMod:
@@ -240,8 +246,8 @@ def _named(constructor: str, mod: MaskMod, mask_mod: MaskMod | None = None) -> M
     return known_as(mod, name)
 
 
-def _read(mask: Mask) -> Mask:
-    mask._reading = versions.read(mask.mask_mod)
+def _read(mask: Mask, bound: BoundProgram | None = None) -> Mask:
+    mask._reading = versions.read(mask.mask_mod, bound)
     return mask
 
 

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
 from attnloom.errors import OptionError
 from attnloom.masking.arguments import shown
 from attnloom.masking.lists import BlockLists
+from attnloom.trace.names import mod_name
 
 _EMPTY, _MIXED, _LIVE = " ", "░", "█"
+
+
+def describe(mask: Any) -> str:
+    """The numbers of a BlockMask."""
+    lists = mask.lists()
+    partial = int((lists.entries & 1).sum())
+    return (
+        "BlockMask(\n"
+        f"    shape={mask.shape},\n"
+        f"    BLOCK_SIZE={mask.BLOCK_SIZE},\n"
+        f"    stored={lists.num_batches} x {lists.num_heads} lists,\n"
+        f"    partial={partial}, full={lists.entries.numel() - partial},\n"
+        f"    sparsity={mask.sparsity():.2f}%,\n"
+        f"    device={mask.device},\n"
+        f"    mask_mod={mod_name(mask.mask_mod)}\n"
+        ")"
+    )
 
 
 def draw(

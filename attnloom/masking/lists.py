@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnloom.errors import OptionError, ShapeError
+from attnloom.masking import transforms
 from attnloom.masking.arguments import shown
 
 
@@ -41,7 +42,7 @@ class TileGrid:
         return self.num_batches * self.num_heads * self.num_q_blocks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
     """Ragged lists of live tiles, as kernels read them.
 
@@ -312,6 +313,15 @@ def _share_axis(lists: BlockLists, axis: str) -> BlockLists:
         entries=torch.cat(kept),
         **{axis: 1},
     )
+
+
+def plain(lists: BlockLists) -> BlockLists:
+    """The lists without the wrappers of torch.func; themselves if they have none."""
+    tensors = (lists.row_offsets, lists.entries)
+    if not any(map(transforms.is_wrapped, tensors)):
+        return lists
+    row_offsets, entries = map(transforms.plain, tensors)
+    return replace(lists, row_offsets=row_offsets, entries=entries)
 
 
 def block_size_pair(BLOCK_SIZE: int | tuple[int, int]) -> tuple[int, int]:

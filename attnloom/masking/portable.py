@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from attnloom.masking import captures, pickling, versions
+from attnloom.masking import captures, pickling, transforms, versions
 from attnloom.masking.arguments import read_device
 
 _TENSORS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
@@ -24,13 +24,14 @@ _STATIC = (
 )
 
 
+@transforms.outside_transforms
 def move(mask: Any, device: torch.device | str) -> Any:
     """See BlockMask.to."""
     where = read_device(device)
     versions.check(mask)
 
     def to(value: Any) -> Any:
-        return value.to(where) if isinstance(value, torch.Tensor) else value
+        return transforms.plain(value).to(where) if isinstance(value, torch.Tensor) else value
 
     out = _blank(type(mask), {name: getattr(mask, name) for name in _STATIC})
     lists = mask._lists
@@ -40,9 +41,7 @@ def move(mask: Any, device: torch.device | str) -> Any:
     out._dense = {name: to(value) for name, value in mask._dense.items()}
     for name in _TENSORS:
         setattr(out, name, to(getattr(mask, name)))
-    out.mask_mod = captures.map_captures(mask.mask_mod, torch.Tensor, to, with_globals=True)
-    if mask._reading is not None:
-        out._reading = versions.read(out.mask_mod)
+    out.mask_mod, out._reading = versions.moved(mask, to)
     return out
 
 
@@ -92,7 +91,9 @@ class MaskStructure:
 
     @property
     def _key(self) -> Any:
-        return (self.static, self.lists, self.present, captures.structure_key(self.mod))
+        lists = self.lists
+        sizes = (lists.grid, lists.q_offset, lists.kv_offset)
+        return (self.static, sizes, self.present, captures.structure_key(self.mod))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MaskStructure) and self._key == other._key

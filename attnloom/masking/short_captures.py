@@ -58,7 +58,7 @@ def warn(kind: str, mod: Any, bound: BoundProgram, sizes: Mapping[str, int]) -> 
             if len(_warned) >= _LIMIT:
                 _warned.clear()
             _warned.add(key)
-            warnings.warn(_text(kind, mod, bound, load, sizes), UserWarning, _level())
+            warnings.warn(_text(kind, mod, bound, load, sizes), UserWarning, caller_level())
 
 
 def texts(kind: str, mod: Any, bound: BoundProgram, sizes: Mapping[str, int]) -> list[str]:
@@ -94,8 +94,8 @@ def _text(
     )
 
 
-def _level() -> int:
-    """The stack level of the caller's line, for warnings.warn in `warn`."""
+def caller_level() -> int:
+    """The stack level of the line that called the library, as the function that asks sees it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1

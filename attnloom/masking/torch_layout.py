@@ -17,6 +17,7 @@ from attnloom.masking.lists import (
     of_kind,
     transpose,
 )
+from attnloom.masking.transforms import outside_transforms
 
 # Attributes of torch's BlockMask -> (which tiles, "num" or "indices", listed by row or column).
 DENSE_ATTRIBUTES = {
@@ -98,6 +99,7 @@ def check_kv_blocks(
 
 
 @outside_graph
+@outside_transforms
 def lists_from_kv_blocks(
     blocks: KvBlocks, seq_lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> BlockLists:
@@ -223,6 +225,7 @@ class TorchLayout:
     def lists(self) -> BlockLists:
         raise NotImplementedError
 
+    @outside_transforms
     def _dense_attribute(self, name: str) -> Any:
         if name in self._dense:
             return self._dense[name]

@@ -58,13 +58,22 @@ def tensor_names(mod: Any, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
     return tuple(known.get(id(t), f"tensor{slot}") for slot, t in enumerate(tensors))
 
 
+def number_name(mod: Any, number: float) -> str:
+    """The name by which a mod captures a number, or '' where none, or several, have this value."""
+    names = {
+        name for name, found in _inside(mod, "", 0, (int, float)) if repr(found) == repr(number)
+    }
+    return names.pop() if len(names) == 1 else ""
+
+
 def named_tensors(mod: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors in a mod's closure, defaults, globals, bound object and functools.partial."""
-    yield from _inside(mod, "", 0)
+    yield from _inside(mod, "", 0, torch.Tensor)
 
 
-def _inside(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
+def _inside(value: Any, name: str, depth: int, wanted: Any) -> Iterator[tuple[str, Any]]:
+    """Values of the wanted kinds, and their names."""
+    if isinstance(value, wanted):
         yield name, value
         return
     if depth > _MAX_DEPTH:
@@ -72,7 +81,7 @@ def _inside(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tens
     for kinds, parts in _PARTS:
         if isinstance(value, kinds):
             for inner, part in parts(value, name):
-                yield from _inside(part, inner, depth + 1)
+                yield from _inside(part, inner, depth + 1, wanted)
             return
 
 
@@ -90,6 +99,9 @@ def _of_method(value: MethodType, name: str) -> Iterator[tuple[str, Any]]:
 def _of_module(value: torch.nn.Module, name: str) -> Iterator[tuple[str, Any]]:
     for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
         yield f"{name or 'self'}.{inner}", tensor
+    for inner, item in vars(value).items():
+        if isinstance(item, (int, float)):
+            yield f"{name or 'self'}.{inner}", item
 
 
 def _of_sequence(value: Sequence[Any], name: str) -> Iterator[tuple[str, Any]]:

@@ -123,7 +123,9 @@ def test_a_global_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setitem(globals(), "WINDOW", 2)
         narrow = mask_of(mask.mask_mod)
         assert_right(*inputs(), None, narrow)
-        assert_right(*inputs(), None, mask)
+        with pytest.raises(ModError, match="'WINDOW' was 4 and is 2 now"):
+            attend(*inputs(), None, mask)
+    assert_right(*inputs(), None, mask)
 
 
 def test_code_and_defaults_that_change() -> None:

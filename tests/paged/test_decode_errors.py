@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnloom import DecodeMask, create_block_mask, flex_attention, mods
-from attnloom.errors import DtypeError, OptionError, ShapeError
+from attnloom.errors import DtypeError, ModError, OptionError, ShapeError
 from tests.harness.pinned import Pinned, assert_says
 
 
@@ -19,8 +19,8 @@ def with_lengths(lengths: object, counts: object = None) -> DecodeMask:
     return decode(1).mask.for_decode(lengths, counts)
 
 
-def attend(made: DecodeMask) -> torch.Tensor:
-    key = torch.zeros(made.lengths.numel(), 1, 32, 8)
+def attend(made: DecodeMask, keys: int = 32) -> torch.Tensor:
+    key = torch.zeros(made.lengths.numel(), 1, keys, 8)
     return flex_attention(key[:, :, :1], key, key, block_mask=made)
 
 
@@ -30,7 +30,7 @@ def advanced_past_the_end() -> torch.Tensor:
     return attend(made)
 
 
-INTEGERS = "it must hold integers, the tokens of each sequence. Use .int()."
+INTEGERS = "it must hold integers, the tokens of each sequence, the queries included. Use .int()."
 ERRORS: dict[str, Pinned] = {
     "a list": (
         lambda: with_lengths([1, 2]),
@@ -62,10 +62,15 @@ ERRORS: dict[str, Pinned] = {
         OptionError,
         "counts is [1]; it must be a torch.Tensor.",
     ),
-    "wide counts": (
-        lambda: with_lengths(torch.tensor([5]), torch.tensor([1])),
+    "counts of halves": (
+        lambda: with_lengths(torch.tensor([5]), torch.tensor([0.5])),
         DtypeError,
-        "counts is torch.int64; a PageTable holds int32. Use counts.int().",
+        "counts is torch.float32; it must hold integers, the queries of each sequence. Use .int().",
+    ),
+    "one count": (
+        lambda: with_lengths(torch.tensor([5]), torch.tensor(1)),
+        ShapeError,
+        "counts is []; it must be [B], the queries of each sequence.",
     ),
     "more counts": (
         lambda: with_lengths(torch.tensor([5]), torch.ones(2).int()),
@@ -101,6 +106,12 @@ ERRORS: dict[str, Pinned] = {
         "read the table as it is when they run: correct it, or call for_decode on a mask of longer "
         "sequences.",
     ),
+    "past the end of the keys": (
+        lambda: attend(decode(5, 24), keys=20),
+        ShapeError,
+        "lengths[1] is 24; it must be 0 to 20 (the tokens that key has room for). Kernels read the "
+        "table as it is when they run: correct it, or give a longer key and value.",
+    ),
     "more queries than tokens": (
         lambda: attend(with_lengths(torch.tensor([0]), torch.ones(1).int())),
         ShapeError,
@@ -130,3 +141,37 @@ def test_what_is_refused_changes_no_length(wrong) -> None:
     made.advance(2)
     made.update(torch.tensor([9, 1]))  # int64 is as good
     assert made.lengths.tolist() == [9, 1]
+
+
+def test_counts_of_any_integers() -> None:
+    """As lengths: int64 counts were refused."""
+    wide = with_lengths(torch.tensor([5, 6]), torch.tensor([1, 0]))
+    assert wide.table.counts is not None and wide.table.counts.dtype == torch.int32
+    assert attend(wide).shape == (2, 1, 1, 8)
+
+
+def test_comparing_masks_and_tables_gives_a_truth() -> None:
+    """A dataclass compares its tensors, whose truth is ambiguous."""
+    first, second = decode(5, 6), decode(5, 6)
+    assert first == first and first != second
+    assert first.table != second.table and first.table in [first.table]
+    assert first.mask.lists() == first.mask.lists() and len({first, second, first}) == 2
+
+
+def test_a_stale_mask_is_refused_over_a_cache() -> None:
+    """Calls over a cache did not look at what their mask was built from."""
+    tree = {"ids": torch.zeros(32, dtype=torch.int64)}
+    mask = create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (tree["ids"][q] == tree["ids"][kv]), None, None, 32, 32
+    )
+    made = mask.for_decode(torch.tensor([9, 20]))
+    for _ in range(3):
+        attend(made)
+    tree["ids"] = torch.arange(32)
+    with pytest.raises(ModError, match="is another tensor with other values"):
+        attend(made)
+    tree["ids"] = torch.zeros(32, dtype=torch.int64)
+    attend(made)
+    tree["ids"][3] = 1
+    with pytest.raises(ModError, match="was changed in place"):
+        attend(made)

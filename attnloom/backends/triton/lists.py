@@ -15,6 +15,7 @@ import torch
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
+from attnloom.masking.transforms import outside_transforms
 
 _SHORT = 32
 
@@ -89,7 +90,7 @@ def remembered(derive: Callable[..., Any], blocks: BlockLists, *sizes: int) -> A
     key = (derive, id(tensors[0]), id(tensors[1]), *sizes, *shape)
     found = _cache.get(key)
     if found is None:
-        found = derive(blocks, *sizes)
+        found = outside_transforms(derive)(blocks, *sizes)
         if is_capturing(tensors[0]):
             return found  # its memory belongs to a graph, which fills it at replay
         _cache[key] = found
