@@ -16,6 +16,7 @@ from attnloom.ir.passes.simplify import simplify
 from attnloom.trace.names import mod_name
 
 _LIMIT = 4096
+_OF_CONSTRUCTORS = {"b": "ids of shape [{batch}, length]", "h": "H={heads}"}
 _found: dict[tuple[object, ...], Axes] = {}
 
 
@@ -71,6 +72,7 @@ def _explain(block_mask: Any, told_apart: Axes, query: torch.Tensor) -> None:
     raise ShapeError(
         f"mask_mod '{name}' depends on {axis}, but its block_mask was built with {given}=None or "
         f"1, so that its tiles are those of {what} 0 alone, and query has {size}. Build it with "
-        f"create_block_mask(mask_mod, B={batch}, H={heads}, Q_LEN={q_len}, KV_LEN={kv_len}); what "
-        "does not differ is stored once."
+        f"create_block_mask(mask_mod, B={batch}, H={heads}, Q_LEN={q_len}, KV_LEN={kv_len}), or "
+        f"give a constructor of BlockMask {_OF_CONSTRUCTORS[axis].format(batch=batch, heads=heads)}"
+        "; what does not differ is stored once."
     )

@@ -49,7 +49,14 @@ def _text(found) -> Iterator[str]:
     yield from (f"  {r.name}: {r.problem}" for r in found.results if not r.passed)
     if found.out_of_range:
         yield f"  {found.out_of_range}"
-    yield "passed: as accurate as the error budget asks" if found.passed else "FAILED"
+    at = found.indices_at
+    reach = f"; indices up to {at.q_len} / {at.kv_len}" if _lengths(at) > _lengths(s) else ""
+    verdict = f"passed: as accurate as the error budget asks, at lengths {s.q_len} / {s.kv_len}"
+    yield f"{verdict}{reach}" if found.passed else "FAILED"
+
+
+def _lengths(setting) -> int:
+    return setting.q_len * setting.kv_len
 
 
 def _shown(number: float) -> str:

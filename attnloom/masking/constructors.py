@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -160,6 +161,7 @@ class KnownMasks:
         q_len: int | None = None,
         kv_len: int | None = None,
         BLOCK_SIZE: int | tuple[int, int] = 128,
+        H: int | None = None,
     ) -> Self:
         """Documents packed one after the other; a query sees the keys of its own document.
 
@@ -172,15 +174,17 @@ class KnownMasks:
                 document, q_idx and kv_idx count from its start.
             q_len, kv_len: Q_LEN and KV_LEN where they go beyond the last document; queries out
                 there see no key.
+            H: query heads, for a mask_mod that tells them apart.
         Returns:
-            A mask of shape [1, 1, Q_LEN, KV_LEN]. Without mask_mod its lists follow directly from
-            the lengths; with one, tiles are classified as by create_block_mask.
+            A mask of shape [1, H or 1, Q_LEN, KV_LEN]. Without mask_mod its lists follow directly
+            from the lengths; with one, tiles are classified as by create_block_mask.
         Raises:
             DtypeError, ShapeError, OptionError: no cumulative lengths, or of other documents.
             TraceError: mask_mod cannot be traced.
         """
         check_flag("causal", causal)
         check_mask_mod(mask_mod)
+        heads = _heads(H)
         cu_kv = cu_q if cu_kv is None else cu_kv
         for name, cu in (("cu_q", cu_q), ("cu_kv", cu_kv)):
             known_masks.check_integer(name, cu, (1,))
@@ -194,8 +198,8 @@ class KnownMasks:
         mod = _named("from_cu_seqlens", known_masks.packed_mod(ranges, tables, mask_mod), mask_mod)
         if mask_mod is None:
             return _read(cls.from_lists(known_masks.range_lists(ranges, block), mod))
-        built = build(mod, ranges.grid(block), cu_q.device)
-        return _read(cls.from_lists(built.lists, mod), built.bound)
+        built = build(mod, replace(ranges.grid(block), num_heads=heads), cu_q.device)
+        return _of_mod(cls.from_lists(built.lists, mod, (1, heads)), built.bound)
 
     @classmethod
     @outside_graph
@@ -207,6 +211,7 @@ class KnownMasks:
         *,
         mask_mod: MaskMod | None = None,
         BLOCK_SIZE: int | tuple[int, int] = 128,
+        H: int | None = None,
     ) -> Self:
         """A query sees the keys that carry its document id.
 
@@ -214,15 +219,18 @@ class KnownMasks:
             ids_q: [Q_LEN] or [B, Q_LEN] integers, in any order; documents may be interleaved.
             ids_kv: the same of keys; default: ids_q.
             mask_mod: inside documents: b and h as ever, q_idx and kv_idx are positions within the
-                document (how many earlier tokens carry the same id).
+                document (how many earlier tokens carry the same id). One that reads b needs ids
+                [B, Q_LEN].
+            H: query heads, for a mask_mod that tells them apart.
         Returns:
-            A mask of shape [B, 1, Q_LEN, KV_LEN]. Where every document's keys are contiguous its
-            lists follow directly; otherwise tiles are classified as by create_block_mask.
+            A mask of shape [B, H or 1, Q_LEN, KV_LEN]. Where every document's keys are contiguous
+            its lists follow directly; otherwise tiles are classified as by create_block_mask.
         Raises:
             DtypeError, ShapeError: the ids are not integers, or of different batch sizes.
             TraceError: mask_mod cannot be traced.
         """
         check_mask_mod(mask_mod)
+        heads = _heads(H)
         ids_kv = ids_q if ids_kv is None else ids_kv
         for name, ids in (("ids_q", ids_q), ("ids_kv", ids_kv)):
             known_masks.check_integer(name, ids, (1, 2))
@@ -235,9 +243,9 @@ class KnownMasks:
         if mask_mod is None and documents.ranges is not None:
             lists = known_masks.range_lists(documents.ranges, block)
             return _read(cls.from_lists(lists, mod, (B, 1)))
-        grid = TileGrid(B, 1, ids_q.shape[1], ids_kv.shape[1], *block)
+        grid = TileGrid(B, heads, ids_q.shape[1], ids_kv.shape[1], *block)
         built = build(mod, grid, ids_q.device)
-        return _read(cls.from_lists(built.lists, mod, (B, 1)), built.bound)
+        return _of_mod(cls.from_lists(built.lists, mod, (B, heads)), built.bound)
 
 
 def _named(constructor: str, mod: MaskMod, mask_mod: MaskMod | None = None) -> MaskMod:
@@ -249,6 +257,19 @@ def _named(constructor: str, mod: MaskMod, mask_mod: MaskMod | None = None) -> M
 def _read(mask: Mask, bound: BoundProgram | None = None) -> Mask:
     mask._reading = versions.read(mask.mask_mod, bound)
     return mask
+
+
+def _of_mod(mask: Mask, bound: BoundProgram) -> Mask:
+    """A mask whose tiles its mask_mod decided, for as many batch entries and heads as it has."""
+    mask._lists_of_mod = True
+    return _read(mask, bound)
+
+
+def _heads(H: int | None) -> int:
+    heads = 1 if H is None else read_int("H", H)
+    if heads < 0:
+        raise ShapeError(f"H is {heads}; sizes are 0 or more.")
+    return heads
 
 
 def _last(cumulative: torch.Tensor) -> int:

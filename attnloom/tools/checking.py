@@ -7,6 +7,7 @@ tracer, the passes and the kernels.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,9 @@ from attnloom.trace.tracer import trace_score
 # The oracle holds every score several times over, in float64.
 MAX_SCORES = 1 << 22
 _DEFAULTS = Defaults(160, 2, 2, MAX_SCORES)
+# Indices are cheaper to look at than scores, and one entry does for what does not depend on it.
+_UNCUT = Defaults(160, 1, 1)
+_MAX_LANES = 1 << 26
 _LSE_WEIGHT = 0.5
 _BOUNDS = {"debug_bounds": True}
 _FIXED = ("out", "lse", "dq", "dk", "dv")
@@ -51,6 +55,8 @@ class Check:
 
     names: of the mods. results: one Verdict for out, lse, dq, dk, dv and each captured tensor that
         requires grad.
+    indices_at: the sizes at which indices were looked at; those that captured tensors tell, where
+        the oracle's are cut.
     out_of_range: which index into a captured tensor leaves it, in words; "" if none does. Kernels
         clamp such an index, so that it shows as a wrong number and never as a crash.
     """
@@ -59,6 +65,7 @@ class Check:
     setting: Setting
     seed: int
     results: tuple[Verdict, ...]
+    indices_at: Setting
     out_of_range: str
 
     @property
@@ -95,7 +102,8 @@ def check_mod(
             kernel_options: as for `explain`; small, since the oracle holds every score. Lengths
             are 160 where nothing tells them, and at most 160 where what captured tensors tell
             makes more than 2^19 scores; `setting.notes` says so. batch and heads are 2 where no
-            captured tensor tells; what one tells is cut to MAX_SCORES.
+            captured tensor tells; what one tells is cut to MAX_SCORES. Indices into captured
+            tensors are looked at with nothing cut, up to 2^26 scores.
         seed: of query, key, value and the loss.
         progress: called with the name of each stage as it begins.
     Returns:
@@ -107,9 +115,9 @@ def check_mod(
     check_mods(score_mod, mask_mod)
     read_options(kernel_options)
     seed = read_int("seed", seed)
-    setting = make_setting(
+    make = functools.partial(
+        make_setting,
         (score_mod, mask_mod),
-        _DEFAULTS,
         q_len=q_len,
         kv_len=kv_len,
         batch=batch,
@@ -120,6 +128,7 @@ def check_mod(
         block_size=block_size,
         device=device,
     )
+    setting = make(_DEFAULTS)
     if setting.num_scores > MAX_SCORES:
         raise ShapeError(
             f"batch {setting.batch} x heads {setting.heads} x q_len {setting.q_len} x kv_len "
@@ -127,16 +136,18 @@ def check_mod(
             f"{MAX_SCORES} are the most. A mod that is right on a few tiles of 32 tokens is right "
             "on many."
         )
-    progress("running attnloom")
+    progress("looking at indices")
+    mods = (score_mod, mask_mod)
+    whole = make(_UNCUT)
+    indices_at = whole if setting.num_scores < whole.num_scores <= _MAX_LANES else setting
     out_of_range = ""
     try:
-        _run_attnloom(setting, (score_mod, mask_mod), {**(kernel_options or {}), **_BOUNDS})
+        _run_attnloom(indices_at, mods, {**(kernel_options or {}), **_BOUNDS})
     except ShapeError as error:
         out_of_range = str(error)
-    mods = (score_mod, mask_mod)
     results = _results(setting, mods, kernel_options, seed, progress)
     names = tuple(mod_name(mod) for mod in mods if mod is not None)
-    return Check(names, setting, seed, results, out_of_range)
+    return Check(names, setting, seed, results, indices_at, out_of_range)
 
 
 def _run_attnloom(setting: Setting, mods: _Mods, kernel_options: dict[str, Any]) -> None:

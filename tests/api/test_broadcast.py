@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attnloom import BlockMask, and_masks, create_block_mask, flex_attention, mods
-from attnloom.errors import ShapeError
+from attnloom.errors import OptionError, ShapeError
 
 PREFIX = mods.prefix_lm([2, 90])
 HEADS = mods.per_head(mods.sliding_window(3), mods.causal_mask)
@@ -30,6 +31,49 @@ def _built(mod: Any, B: int | None = None, H: int | None = None) -> BlockMask:
 def test_every_backend_refuses(mod: Any, text: str, backend: str) -> None:
     with pytest.raises(ShapeError, match=text):
         flex_attention(X, X, X, block_mask=_built(mod), kernel_options={"backend": backend})  # type: ignore[arg-type]
+
+
+CU, IDS = torch.tensor([0, 48, 100]), (torch.arange(100) >= 48).int()
+PACKED: dict[str, tuple[Callable[..., BlockMask], Any]] = {
+    "cu_seqlens by head": (functools.partial(BlockMask.from_cu_seqlens, CU), HEADS),
+    "ids by head": (functools.partial(BlockMask.from_document_ids, IDS), HEADS),
+    "scattered ids by head": (functools.partial(BlockMask.from_document_ids, IDS % 2), HEADS),
+    "ids by batch entry": (functools.partial(BlockMask.from_document_ids, IDS), PREFIX),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_documents_of_one_head_for_several(name: str) -> None:
+    """Every head got the tiles of the first, without a word."""
+    make, mod = PACKED[name]
+    mask = make(mask_mod=mod, BLOCK_SIZE=16)
+    text = "depends on b" if mod is PREFIX else "give a constructor of BlockMask H=2; what"
+    for part in (mask, mask.rows(0, 100), mask.crop(100, 100)):
+        with pytest.raises(ShapeError, match=text):
+            flex_attention(X, X, X, block_mask=part)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens by head", "ids by head"])
+def test_packed_documents_by_head(name: str) -> None:
+    make, _ = PACKED[name]
+
+    def inside(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        same = IDS[q_idx] == IDS[kv_idx]
+        return same & HEADS(b, h, q_idx - 48 * IDS[q_idx], kv_idx - 48 * IDS[kv_idx])
+
+    mask = make(mask_mod=HEADS, H=2, BLOCK_SIZE=16)
+    assert mask.shape == (1, 2, 100, 100)
+    wanted = create_block_mask(inside, None, 2, 100, 100, BLOCK_SIZE=16)
+    assert torch.equal(mask.to_mask(), wanted.to_mask())
+    torch.testing.assert_close(
+        flex_attention(X, X, X, block_mask=mask), flex_attention(X, X, X, block_mask=wanted)
+    )
+
+
+@pytest.mark.parametrize("H", [-1, "2", True])
+def test_heads_of_a_constructor(H: Any) -> None:
+    with pytest.raises((ShapeError, OptionError), match="H is"):
+        BlockMask.from_cu_seqlens(CU, mask_mod=HEADS, H=H)
 
 
 DERIVED: dict[str, Callable[[BlockMask], Any]] = {

@@ -303,3 +303,24 @@ def test_float32_inside_a_float64_check_is_noted():
     assert notes(mod, "float32") == ()
     wide = table.double()
     assert notes(lambda s, b, h, q, kv: s + wide[q] + torch.log1p(kv.double()), "float64") == ()
+
+
+def test_an_index_that_only_long_distances_reach():
+    """Values are compared on 160 of 2048 tokens, where no distance came to the end of the table."""
+    documents, bias = torch.arange(2048) // 500, torch.zeros(2, 200)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        distance = q_idx - kv_idx
+        return (distance >= 0) & (distance <= 256) & (documents[q_idx] == documents[kv_idx])
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[h, (q_idx - kv_idx).clamp(0, 256)]
+
+    found = attnloom.check_mod(score_mod, mask_mod, head_dim=8)
+    assert found.setting.q_len == 160
+    assert (found.indices_at.q_len, found.indices_at.heads) == (2048, 2)
+    assert "'bias' of shape [2, 200] with 200 in dimension 1" in found.out_of_range
+    assert not found.passed
+    assert all(r.passed for r in found.results)
+    small = attnloom.check_mod(score_mod, mask_mod, q_len=64, head_dim=8)
+    assert small.indices_at == small.setting and small.passed

@@ -69,7 +69,7 @@ def test_check_text_and_codes(capsys):
     code, out, _ = run(capsys, "check", f"{MODS}:learned", *small)
     assert code == 0
     assert "d_bias" in out
-    assert out.rstrip().endswith("passed: as accurate as the error budget asks")
+    assert out.rstrip().endswith("as the error budget asks, at lengths 40 / 40")
     code, out, _ = run(capsys, "check", f"{MODS}:learned", "--heads", "6", *small)
     assert code == 1
     assert "indexes captured tensor 'bias'" in out
