@@ -50,6 +50,7 @@ _OTHER_SIZES = Sizes(1, 2, 1, 9, 12, 4, 4)
 _SINGLE, _DOUBLE = 2e-5, 1e-9  # relative; functions differ by some ulp between their versions
 # A kernel's scores differ from the oracle's by this much, relative; see `steady`.
 _SCORE_NOISE = 4e-6
+_AXES = ("b", "h", "q", "kv")
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,41 @@ def check_tiles(case: FuzzCase) -> None:
 
 
 def check_indices(case: FuzzCase) -> None:
-    """debug_bounds passes, or names an index that leaves its tensor: no other error."""
+    """debug_bounds passes, or names an index that leaves its tensor: no other error, and none
+    where no index does."""
     problem = draw_problem(replace(case, dtype=torch.float32))
-    with contextlib.suppress(ShapeError):
+    s = case.sizes
+    inputs = {
+        name: torch.arange(size).reshape([-1 if i == axis else 1 for i in range(4)])
+        for axis, (name, size) in enumerate(zip(_AXES, (s.B, s.Hq, s.Q_LEN, s.KV_LEN), strict=True))
+    }
+    try:
         attnloom_with(backend="tiled", debug_bounds=True)(problem)
+    except ShapeError:
+        captures = {name: x.detach() for name, x in problem.captures.items()}
+        few = lanes(s, case.seed, 1)
+        programs = [
+            precisions(kind, case.program, captures, few).single.bound
+            for kind in _kinds(case.program)
+        ]
+        assert any(_leaves_a_tensor(bound, inputs) for bound in programs), "all indices are inside"
+
+
+def _leaves_a_tensor(bound: BoundProgram, inputs: dict[str, torch.Tensor]) -> bool:
+    """Whether a load has an index outside its tensor at any score, asked for or not."""
+    program = bound.program
+    loads = [node for node in program.nodes if node.op == "load"]
+    wanted = tuple(dict.fromkeys(arg for node in loads for arg in node.args))
+    scores = torch.zeros(()).to(_score_dtype(program)).expand(*(x.numel() for x in inputs.values()))
+    found = interpret(
+        replace(bound, program=replace(program, outputs=wanted)), inputs | {"score": scores}
+    )
+    values = dict(zip(wanted, found, strict=True))
+    return any(
+        bool(((values[arg] < -size) | (values[arg] >= size)).any())
+        for node in loads
+        for arg, size in zip(node.args, bound.tensors[int(str(node.attr))].shape, strict=True)
+    )
 
 
 def check_gradients(case: FuzzCase) -> None:

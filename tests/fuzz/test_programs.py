@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from attnloom.api import bounds_check
 from attnloom.backends.cpu import emit_ops
 from attnloom.ir import op_derivatives as grads
 from attnloom.ir import op_intervals as spans
@@ -98,6 +99,11 @@ def _kernel_bug(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(emit_ops.FLOAT_OPS, "sub", "({1} - {0})")
 
 
+def _index_bug(patch: pytest.MonkeyPatch) -> None:
+    found = bounds_check._evaluate
+    patch.setattr(bounds_check, "_evaluate", lambda *args: [v + 1000 for v in found(*args)])
+
+
 # Check -> a bug of its stage: a difference taken the wrong way round.
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "trace": _trace_bug,
@@ -106,6 +112,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "tiles": lambda patch: patch.setitem(
         OPS, "lt", replace(OPS["lt"], interval=spans.comparison("gt"))
     ),
+    "indices": _index_bug,
     "gradients": lambda patch: patch.setitem(OPS, "sub", replace(OPS["sub"], derivative=grads.add)),
     "kernel": _kernel_bug,
 }
