@@ -205,7 +205,7 @@ def _run(
         device = query.device
         query, key, value = (autocast.lowered(x, device) for x in (query, key, value))
     if quantized.has_eight_bits(query, key, value):
-        query, key, value = quantized.readable(query, key, value, rest[0])
+        query, key, value = quantized.readable(query, key, value, rest[0], descale)
     if descale is not None:
         return quantized.run(descale, query, key, value, *rest)
     if is_dtensor(query, key, value):

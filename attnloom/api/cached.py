@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnloom.api import autocast, validate
+from attnloom.api.autograd import num_dispatch_modes, transforms_active
 from attnloom.api.launch import Launch
 from attnloom.block_mask import BlockMask
 from attnloom.errors import DeviceError, OptionError, ShapeError, UnsupportedError, counted
@@ -124,7 +125,7 @@ def _check_inference(*tensors: torch.Tensor) -> None:
             "grad. Run it under torch.no_grad() or torch.inference_mode(), or train without the "
             "cache."
         )
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+    if transforms_active() or num_dispatch_modes():
         raise UnsupportedError(
             "attention over a cache does not run under torch.func transforms, torch.export or "
             "other dispatch modes. Call it outside of them."

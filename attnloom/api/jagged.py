@@ -194,7 +194,7 @@ def _packing(offsets_q: Tensor, offsets_kv: Tensor) -> _Packing:
     cumulative = (offsets_q.detach().clone(), offsets_kv.detach().clone())
     ranges, tables = packed_documents(*cumulative, lengths, causal=False)
     small = tuple(t.to(torch.int32) if max(lengths) < 2**31 else t for t in tables)
-    isolated = BlockMask.from_cu_seqlens(*cumulative, q_len=lengths[0], kv_len=lengths[1])
+    isolated = BlockMask.from_cu_seqlens(*cumulative)
     packing = _Packing(ranges, small, isolated)  # type: ignore[arg-type]
     _packings[offsets_q] = (weakref.ref(offsets_kv), changes, packing)
     return packing

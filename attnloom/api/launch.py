@@ -131,6 +131,7 @@ class Launch:
                 for i, t in enumerate(tensors[: self.num_score_tensors])
             )
             return Gradients(dq, dk, dv, captured)
+        assert key.dtype.itemsize > 1 and value.dtype.itemsize > 1, "converted before: quantized.py"
         out, lse, *state = saved
         call = self.call(query, key, value, tensors, row_state=state[0] if state else None)
         grads = self.backend.backward(call, out, lse, dout, dlse)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attnloom.api import pipeline, validate
+from attnloom.api.autograd import num_dispatch_modes, transforms_active
 from attnloom.api.validate import EIGHT_BITS
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from attnloom.masking.arguments import shown
@@ -61,14 +62,17 @@ def has_eight_bits(query: Any, key: Any, value: Any) -> bool:
 
 
 def readable(
-    query: Any, key: Any, value: Any, score_mod: ScoreMod | None
+    query: Any, key: Any, value: Any, score_mod: ScoreMod | None, descale: Descale | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs, converted where kernels do not read 8 bits: query to bfloat16 always, key and
     value to its dtype (bfloat16 beside wider ones)."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         validate.check_is_tensor(name, x)
     query = _wide_query(query)
-    if _gradient_wanted((query, key, value), score_mod) or not _reads_eight_bits(query.device):
+    factors = () if descale is None else tuple(descale.given().values())
+    if _gradient_wanted((query, key, value, *factors), score_mod) or not _reads_eight_bits(
+        query.device
+    ):
         half = query.dtype if query.dtype in _HALVES else torch.bfloat16
         key, value = (t.to(half) if t.dtype in EIGHT_BITS else t for t in (key, value))
     return query, key, value
@@ -140,14 +144,14 @@ def _wide_query(query: Tensor) -> Tensor:
     return query.to(torch.bfloat16) if query.dtype in EIGHT_BITS else query
 
 
-def _gradient_wanted(inputs: tuple[Tensor, ...], score_mod: ScoreMod | None) -> bool:
+def _gradient_wanted(inputs: tuple[Factor, ...], score_mod: ScoreMod | None) -> bool:
     """Whether somebody may ask for one: kernels give none of, or beside, 8 bits."""
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+    if transforms_active() or num_dispatch_modes():
         return True
     if not torch.is_grad_enabled():
         return False
     captured = () if score_mod is None else captured_tensors(score_mod)
-    return any(t.requires_grad for t in (*inputs, *captured))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in (*inputs, *captured))
 
 
 def _reads_eight_bits(device: torch.device) -> bool:

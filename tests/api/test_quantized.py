@@ -124,6 +124,25 @@ def test_gradients_of_query_and_captures():
     close(query.grad, wanted)
 
 
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_a_factor_that_is_learned(name):
+    """Keys of 8 bits stayed as they were, and the backward wrote their gradients past the end."""
+    query, key, value = inputs(20, 20, 16, torch.float8_e4m3fn)
+    factor = (torch.rand(2, 2) + 0.5).requires_grad_()
+    out = flex_attention(query, key, value, enable_gqa=True, **{name: factor})
+    out.square().sum().backward()
+    wide = factor.detach().double()[..., None, None].requires_grad_()
+    by_head = wide.repeat_interleave(2, 1)
+    scaled = {
+        "q_descale": (query.double() * by_head, key, value),
+        "k_descale": (query, key.double() * wide, value),
+        "v_descale": (query, key, value.double() * wide),
+    }
+    truth = grouped_oracle(*scaled[name]).out.square().sum()
+    (wanted,) = torch.autograd.grad(truth, wide)
+    close(factor.grad, wanted[..., 0, 0])
+
+
 def test_transforms():
     query, key, value = inputs(5, 5, 8, torch.float8_e4m3fn, heads=(2, 2))
     grad = torch.func.grad(lambda q: flex_attention(q, key, value).square().sum())(query)
