@@ -25,6 +25,8 @@ ROUNDS = 11
 _HEAD_START = 8_000_000  # device cycles, about 4 ms: longer than any call of a busy host
 _AGREEMENT = 3e-2  # largest difference of two outputs over the largest element, bf16
 _WARMUP_MS = 2000.0  # a run longer than this is timed once, and needs no warming up
+_ENOUGH_MS = 400.0  # runs of one contender that take this long together are enough
+_FEWEST = 3
 
 Keeps = Callable[[str], bool]
 Results = dict[str, tuple[torch.Tensor, ...]]
@@ -214,6 +216,7 @@ def alternate(runs: dict[str, Callable[[], Any]]) -> dict[str, Sample]:
             rounds[name] = 0
         else:
             run()
+            rounds[name] = min(ROUNDS, max(_FEWEST, round(_ENOUGH_MS / first)))
     for turn in range(ROUNDS):
         for name, run in runs.items():
             if turn < rounds[name]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import neighbourhood, tables
+from benchmarks import neighbourhood, scaling, tables
 from benchmarks import rows as rows_module
 from benchmarks.rows import Row
 from benchmarks.verdict import judge
@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "means": tables.mean_table,
     "losses": tables.losses,
     "neighbourhood": neighbourhood.table,
+    "scaling": scaling.table,
     "targets": lambda rows: tables.verdict_table(judge(rows)),
 }
 

@@ -56,7 +56,7 @@ def mean_table(rows: Sequence[Row]) -> str:
     """Geometric mean, worst and best ratio of every (phase, dtype, peer) that was timed."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if row.ratio is not None and row.suite in ("cpu", "gpu", "decode", "errors"):
+        if row.ratio is not None and row.suite in ("cpu", "gpu", "decode", "scaling", "errors"):
             groups.setdefault((row.phase, row.dtype or "", row.peer or ""), []).append(row)
     lines = []
     for (phase, dtype, peer), members in groups.items():
