@@ -1,15 +1,13 @@
-"""The suites on a CUDA device: prefill forward and backward, decode, scaling, host time of a call.
+"""The suites on a CUDA device: prefill forward and backward, decode, scaling.
 
 Kernels are timed by device events with work queued ahead of them, so that the time the host takes
-is not in them; it is measured apart.
+is not in them; it is measured apart (gpu_host.py).
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import DECODE, DEVICE, PREFILL, SCALING, GpuCase
+from benchmarks.gpu_host import host_rows
 from benchmarks.gpu_peers import CONTENDERS, OURS, Attention, Contender
 from benchmarks.rows import Row
-from benchmarks.timing import Sample
+from benchmarks.timing import Sample, summarise
 
 ROUNDS = 11
 _HEAD_START = 8_000_000  # device cycles, about 4 ms: longer than any call of a busy host
@@ -51,7 +50,7 @@ def gpu_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
             if case is PREFILL[0]:
                 yield _share_of_peak(case)
     if "torch-flex" in peers:
-        yield from _host_rows(keeps)
+        yield from host_rows(keeps)
 
 
 def decode_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
@@ -180,31 +179,6 @@ def _share_of_peak(case: GpuCase) -> Row:
     return Row("gpu", case.name, "peak", "pct", 100 * share, dtype="bf16", shape=case.shape)
 
 
-def _host_rows(keeps: Keeps) -> Iterator[Row]:
-    """Microseconds until a call returns, kernels queued."""
-    for variant in ("full", "causal", "causal+alibi"):
-        case = GpuCase(variant, 1, 2, 2, 256, 256, 64)
-        if not keeps(case.name):
-            continue
-        inputs = case.inputs()
-        times = {}
-        for name in ("attnloom", "torch-flex"):
-            attention = CONTENDERS[name].prepare(case, None)
-            assert attention is not None
-            for _ in range(20):
-                attention(*inputs)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(500):
-                attention(*inputs)
-            times[name] = (time.perf_counter() - start) / 500 * 1e6
-            torch.cuda.synchronize()
-        yield Row(
-            "gpu", case.name, "overhead", "us", times["attnloom"], dtype="bf16", shape=case.shape,
-            peer="torch-flex", theirs=times["torch-flex"], num_runs=500,
-        )  # fmt: skip
-
-
 def alternate(runs: dict[str, Callable[[], Any]]) -> dict[str, Sample]:
     """Device milliseconds of each run, taken in turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -221,7 +195,7 @@ def alternate(runs: dict[str, Callable[[], Any]]) -> dict[str, Sample]:
         for name, run in runs.items():
             if turn < rounds[name]:
                 times[name].append(_timed(run))
-    return {name: _summary(sorted(values)) for name, values in times.items()}
+    return {name: summarise(values) for name, values in times.items()}
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -232,9 +206,3 @@ def _timed(run: Callable[[], Any]) -> float:
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop)
-
-
-def _summary(ordered: list[float]) -> Sample:
-    last = len(ordered) - 1
-    low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
-    return Sample(statistics.median(ordered), low, high, len(ordered))
