@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from attnloom.backends.gluon import configs_backward, configs_forward
-from attnloom.backends.triton.configs import Tile
+from attnloom.backends.triton.configs import Tile, clamped
 from benchmarks.gpu_cases import GpuCase
 
 _UNLIMITED = 1 << 20
@@ -43,6 +43,12 @@ class Change:
             for module, name, value in exchanged:
                 stack.enter_context(mock.patch.object(module, name, value))
             yield
+
+
+def _cut(tile: Tile, shape: Any) -> Tile:
+    """As the tables cut their tiles: blocks of a mask may be smaller than those it was given
+    (triton/refined.py), and a larger tile has no entry in their lists."""
+    return clamped(tile, shape.max_m, shape.max_n)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,11 @@ class PortableForward(Change):
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.triton import launch_forward
 
-        return [(launch_forward, "_tiles", lambda call: (self.tile,))]
+        tables = launch_forward.configs
+        return [
+            (launch_forward, "configs", tables),
+            (tables, "forward_tiles", lambda device, shape: (_cut(self.tile, shape),)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -101,8 +111,8 @@ class PortableBackward(Change):
 
         return [
             (ready_backward, "configs_backward", tables),
-            (tables, "key_tiles", lambda device, shape: (self.keys,)),
-            (tables, "row_tiles", lambda device, shape: (self.rows,)),
+            (tables, "key_tiles", lambda device, shape: (_cut(self.keys, shape),)),
+            (tables, "row_tiles", lambda device, shape: (_cut(self.rows, shape),)),
         ]
 
 
@@ -116,7 +126,11 @@ class PortableDecode(Change):
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.triton import launch_decode
 
-        return [(launch_decode, "_tiles", lambda call: (self.tile,))]
+        tables = launch_decode.configs
+        return [
+            (launch_decode, "configs", tables),
+            (tables, "decode_tiles", lambda device, shape: (_cut(self.tile, shape),)),
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Attention on tensors that end where memory ends: a program that dies of one read too far.
 
 Each input lies in pages of its own, its last byte in front of a page that nobody may read, or its
-first byte behind one. Run as `python -m tests.cases.memory_edges`; it prints what it ran.
+first byte behind one. Run as `python -m tests.cases.memory_edges`; it prints what it ran. With
+TRITON_INTERPRET=1 and --triton the Triton kernels run, as their interpreter runs them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import attnloom
 PAGE = mmap.PAGESIZE
 SIZES = ((1, 1, 8, 8), (3, 5, 33, 7), (17, 130, 16, 40), (64, 128, 64, 64))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED_SIZES = ((17, 35, 16, 40), (33, 33, 192, 144))
+INTERPRETED_DTYPES = (torch.float16,)  # chunks of a head dimension are those of halves
 _PROT_NONE = 0
 _kept: list[mmap.mmap] = []  # torch.frombuffer keeps none of them
 
@@ -39,7 +42,7 @@ def at_the_edge(tensor: torch.Tensor, end: bool) -> torch.Tensor:
     return whole.view(tensor.shape).copy_(tensor)
 
 
-def run(sizes: tuple[int, int, int, int], dtype: torch.dtype, end: bool) -> None:
+def run(sizes: tuple[int, int, int, int], dtype: torch.dtype, end: bool, backend: str) -> None:
     """Forward and backward with a mask, a bias and ids that end there too; everything is read."""
     q_len, kv_len, head_dim, value_dim = sizes
     shapes = ((2, q_len, head_dim), (1, kv_len, head_dim), (1, kv_len, value_dim))
@@ -58,7 +61,7 @@ def run(sizes: tuple[int, int, int, int], dtype: torch.dtype, end: bool) -> None
     for block_mask in (None, mask):
         out, aux = attnloom.flex_attention(
             *leaves, score_mod, block_mask, enable_gqa=True,
-            return_aux=attnloom.AuxRequest(lse=True),
+            return_aux=attnloom.AuxRequest(lse=True), kernel_options={"backend": backend},
         )  # fmt: skip
         dout = at_the_edge(torch.ones_like(out), end)
         grads = torch.autograd.grad(out, leaves, dout)
@@ -67,8 +70,10 @@ def run(sizes: tuple[int, int, int, int], dtype: torch.dtype, end: bool) -> None
 
 def main() -> None:
     torch.manual_seed(0)
-    for sizes, dtype, end in itertools.product(SIZES, DTYPES, (True, False)):
-        run(sizes, dtype, end)
+    triton = "--triton" in sys.argv
+    sizes_and_dtypes = (INTERPRETED_SIZES, INTERPRETED_DTYPES) if triton else (SIZES, DTYPES)
+    for sizes, dtype, end in itertools.product(*sizes_and_dtypes, (True, False)):
+        run(sizes, dtype, end, "triton" if triton else "cpu")
         sys.stdout.write(f"{sizes} {dtype} {'end' if end else 'start'}\n")
         sys.stdout.flush()
     if "--beyond" in sys.argv:

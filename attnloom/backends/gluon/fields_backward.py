@@ -16,6 +16,7 @@ from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.arguments import is_aligned
 from attnloom.backends.triton.captured import sinks_form
 from attnloom.backends.triton.config import KernelConfig
+from attnloom.backends.triton.configs import per_block
 from attnloom.backends.triton.emit_grad import Sinks, gradient_of, is_tame
 from attnloom.backends.triton.fields import target_of
 from attnloom.backends.triton.operands import Operands
@@ -142,8 +143,8 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     return BackwardSm90Config(
         **shared,
         TILE_M=STEP,
-        SUB=1 if blocks is None else blocks.q_block // STEP,
-        TILES_PER_BLOCK=1 if blocks is None else blocks.kv_block // KEYS,
+        SUB=1 if blocks is None else per_block(blocks.q_block, STEP),
+        TILES_PER_BLOCK=1 if blocks is None else per_block(blocks.kv_block, KEYS),
         SAME_LISTS=same_lists,
         HEADER=form.header and blocks is not None and (same_lists or units == 1),
         UNSCALED=mods.unscaled,

@@ -12,6 +12,7 @@ from attnloom.backends.gluon.fields import Sm90Config, mask_target, shared_field
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
+from attnloom.backends.triton.configs import per_block
 from attnloom.backends.triton.device_math import LOG2_E
 from attnloom.backends.triton.emit import Target
 from attnloom.backends.triton.layouts import is_narrow
@@ -113,7 +114,7 @@ def config_of(
         AHEAD=form.ahead,
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],
-        SUB=1 if blocks is None else blocks.kv_block // form.tile_n,
+        SUB=1 if blocks is None else per_block(blocks.kv_block, form.tile_n),
         APART=apart,
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,

@@ -18,6 +18,7 @@ from attnloom.backends.triton.config import INTERPRETED
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 512
 MAX_TILE = 128  # rows or keys of the largest tile of all tables
+_SMALLEST_SIDE = 16  # of products by matrix instructions
 # Tiles whose kernel spills more 4-byte registers a thread are passed over, MAX_TRIES at most. ALiBi
 # and documents spill 9 and 11 in a program of 128 x 64, two of which run on a processor.
 FEW_SPILLS = 12
@@ -68,6 +69,12 @@ class Tile:
     tile_n: int
     num_warps: int
     num_stages: int
+
+    def __post_init__(self) -> None:
+        # What is proven of positions (layouts.py) and of row statistics (ready_backward.pitch_of)
+        # holds for such sides; tl.arange takes powers of two.
+        for side in (self.tile_m, self.tile_n):
+            assert _SMALLEST_SIDE <= side <= MAX_TILE and side & (side - 1) == 0, self
 
     @property
     def options(self) -> dict[str, int]:
@@ -198,6 +205,13 @@ def clamped(tile: Tile, max_m: int, max_n: int) -> Tile:
         # an interpreted step costs milliseconds whatever its size
         return Tile(tile_m, tile_n, 4, 1)
     return Tile(tile_m, tile_n, warps, tile.num_stages)
+
+
+def per_block(block: int, tile: int) -> int:
+    """Tiles of one side in a block of a mask. A larger tile has no entry in the lists, and kernels
+    would read what lies beyond."""
+    assert block % tile == 0, f"tiles of {tile} do not divide blocks of {block}"
+    return block // tile
 
 
 def shared_bytes(tile: Tile, shape: Shape) -> int:

@@ -192,7 +192,7 @@ def shared_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> 
         "TILE_M": tile.tile_m,
         "TILE_N": tile.tile_n,
         **dimension_fields(query, value),
-        "SUB": 1 if blocks is None else blocks.kv_block // tile.tile_n,
+        "SUB": 1 if blocks is None else configs.per_block(blocks.kv_block, tile.tile_n),
         "HAS_LISTS": blocks is not None,
         "HAS_SCORE": score is not None,
         "HAS_MASK": mask is not None,

@@ -104,7 +104,7 @@ def _derive_work(blocks: BlockLists, tile_m: int) -> WorkLists:
     order = _order(blocks, tile_m, num_q_blocks).long()
     units, num_tiles = order.shape
     unit = torch.arange(units, device=order.device)[:, None]
-    row = unit * num_q_blocks + order // (blocks.q_block // tile_m)
+    row = unit * num_q_blocks + order // configs.per_block(blocks.q_block, tile_m)
     first, last = blocks.row_offsets[row], blocks.row_offsets[row + 1]
     narrow = torch.int32 if blocks.entries.numel() < 2**31 else torch.int64
     work = torch.stack((order, first, last), 2).to(narrow)
@@ -155,7 +155,7 @@ def _select(
 
 def _order(blocks: BlockLists, tile_m: int, num_q_blocks: int) -> torch.Tensor:
     num_tiles = -(-blocks.q_len // tile_m)
-    per_block = blocks.q_block // tile_m
+    per_block = configs.per_block(blocks.q_block, tile_m)
     live = blocks.row_offsets.diff().view(-1, num_q_blocks)
     live = live.repeat_interleave(per_block, dim=1)[:, :num_tiles]
     # stable: equal rows keep their order, so that neighbours share keys in the cache

@@ -22,7 +22,6 @@ _SLOW = frozenset(
     "exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan atan2 sinh cosh tanh "
     "asinh acosh atanh sigmoid erf erfc pow div reciprocal".split()
 )
-_LARGEST_STEP = 128  # of the tables of configs_backward.py
 _MAX_PARTS = 16
 _MAX_HEADS_TOGETHER = 64
 # dk and dv of wider heads do not fit the registers together; by bytes an element. Two passes cost
@@ -124,7 +123,7 @@ def pitch_of(operands: Operands) -> int:
     """Q_LEN in whole tiles of every size, and in whole blocks: key tiles step through all of one,
     also where it overhangs the last query."""
     blocks, q_len = operands.call.blocks, operands.query.size(2)
-    unit = _LARGEST_STEP if blocks is None else max(_LARGEST_STEP, blocks.q_block)
+    unit = configs.MAX_TILE if blocks is None else max(configs.MAX_TILE, blocks.q_block)
     return -(-q_len // unit) * unit
 
 

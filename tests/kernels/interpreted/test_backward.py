@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import attnloom
+from attnloom.backends.triton.configs import Tile
+from benchmarks.candidates import PortableBackward
 from tests.harness.case import Case
 from tests.harness.draw import Sizes
 from tests.kernels.backward_modes import check_gradients, check_repeats
@@ -86,6 +88,18 @@ def test_lengths(mod: str, Q_LEN: int, KV_LEN: int) -> None:
 def test_block_sizes(block_size: tuple[int, int]) -> None:
     sizes = replace(SIZES, Q_LEN=70, KV_LEN=90)
     check_gradients(Case("every_second_row", sizes, block_size=block_size), False)
+
+
+@pytest.mark.parametrize("tiles", [((32, 128), (128, 64)), ((64, 128), (128, 32))], ids=str)
+def test_a_tile_larger_than_a_block_reads_no_lists(
+    tiles: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    """Candidates of 128 rows or keys met the blocks of 64 that the backward makes of short masks,
+    and read lists at address 0."""
+    keys, rows = (Tile(*sides, 4, 1) for sides in tiles)
+    sizes = replace(SIZES, Hq=1, Q_LEN=130, KV_LEN=100, D=48)
+    with PortableBackward(keys, rows).installed():
+        check_gradients(Case("causal", sizes, FP16, block_size=(64, 64)), False)
 
 
 @pytest.mark.parametrize("mod", ["left_padding", "nothing", "dilated_by_head"])
