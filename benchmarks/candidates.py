@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 from unittest import mock
@@ -150,104 +150,41 @@ class Candidate:
         return "backward" if backward else "forward"
 
 
-_WIDE = configs_forward.forms(128, 128, 128)[0]
-_NARROW = configs_forward.forms(64, 64, 128)[0]
 _KEYS_WIDE = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
+_KEYS_WIDE_FROM_0 = configs_backward.form_for(128, 128, may_mask=True, may_fold=False)
 _KEYS_NARROW = configs_backward.form_for(64, 64, may_mask=False, may_fold=False)
-_FOLDED = configs_backward.form_for(128, 128, may_mask=False, may_fold=True)
+_KEYS_NARROW_MASKED = configs_backward.form_for(64, 64, may_mask=True, may_fold=True)
 
-_DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
-_LONG_DOCUMENTS = GpuCase("documents12", 4, 16, 16, 8192, 8192, 128)
-_SHORT = GpuCase("causal", 16, 16, 16, 2048, 2048, 128)
-_CAUSAL = GpuCase("causal", 4, 16, 16, 8192, 8192, 128)
-_FULL = GpuCase("full", 4, 16, 16, 8192, 8192, 128)
-_CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
-_CAUSAL_96 = GpuCase("causal", 4, 16, 16, 8192, 8192, 96)
-_FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
-_DECODE_64 = GpuCase("full", 32, 16, 16, 1, 8192, 64)
-_DECODE_128 = GpuCase("full", 32, 32, 8, 1, 8192, 128)
-_DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
-_SLOPE = GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 64)
-_BIAS = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 64)
 
 CANDIDATES = (
     Candidate(
-        "narrow ids",
-        GluonForward(replace(_WIDE, narrow=True)),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        24,
-        "65 of 409 instructions of a masked step, 24 bytes spilled",
-    ),
-    Candidate(
-        "tiles drawn ahead",
-        GluonForward(replace(_WIDE, ahead=True)),
-        (_DOCUMENTS, _SHORT, _CAUSAL, _FULL),
-        32,
-        "a fence, a draw and two divisions before a tile's first copy",
-    ),
-    Candidate(
-        "narrow ids, tiles drawn ahead",
-        GluonForward(replace(_WIDE, narrow=True, ahead=True)),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        24,
-        "both",
-    ),
-    Candidate(
-        "tiles drawn ahead, D=64",
-        GluonForward(replace(_NARROW, narrow=True, ahead=True)),
-        (_CAUSAL_64,),
-        24,
-        "as at D=128; three consumers",
-    ),
-    Candidate(
-        "sums started from -lse and -delta",
-        GluonBackward(_FOLDED),
-        (_SHORT, _CAUSAL),
-        32,
-        "a subtraction a score and 20 bytes spilled; 15% without a mask",
-    ),
-    Candidate(
-        "a list's header beside its tile",
-        GluonBackward(replace(_KEYS_WIDE, header=True)),
-        (_SHORT,),
-        56,
-        "one of three loads that wait for each other before a program's first copy",
-    ),
-    Candidate(
-        "sums started from -lse and -delta, header beside the tile",
-        GluonBackward(replace(_FOLDED, header=True)),
-        (_SHORT,),
-        32,
-        "both",
-    ),
-    Candidate(
-        "Gluon backward, D=96 in 128",
+        "Gluon backward, D=80 in 128",
         GluonBackward(_KEYS_WIDE),
-        (_CAUSAL_96,),
-        56,
-        "5 products of 128 columns take less than 7 of 96",
-    ),
-    Candidate(
-        "Gluon backward, D=96 in 128, from -lse and -delta",
-        GluonBackward(_FOLDED),
-        (_CAUSAL_96,),
+        (GpuCase("causal", 4, 16, 16, 8192, 8192, 80),),
         32,
-        "both",
+        "5 products of 128 columns against 7 of 80: even, if D=96 is what it seems",
     ),
     Candidate(
-        "captured gradients, a slope a head",
-        GluonBackward(_KEYS_NARROW),
-        (_SLOPE,),
-        128,
-        "5 products instead of 7; a sum a head",
+        "Gluon backward, D=48 in 64",
+        GluonBackward(_KEYS_NARROW_MASKED),
+        (GpuCase("causal", 4, 16, 16, 8192, 8192, 48),),
+        32,
+        "5 products of 64 columns take less than 7 of 48",
     ),
     Candidate(
-        "captured gradients, an element a score",
+        "captured gradients, a slope a head, D=128",
+        GluonBackward(_KEYS_WIDE_FROM_0),
+        (GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 128),),
+        340,
+        "as at D=64 (1.42), but for 44 registers spilled",
+    ),
+    Candidate(
+        "captured gradients, by query",
         GluonBackward(_KEYS_NARROW),
-        (_BIAS,),
-        128,
-        "5 products instead of 7; a store a score",
+        (GpuCase("causal+queries", 4, 16, 16, 2048, 2048, 64),),
+        64,
+        "5 products instead of 7; an addition a query and tile of 64 keys in both",
     ),
     Candidate(
         "D=192 keys, steps of 32 queries",
@@ -264,59 +201,10 @@ CANDIDATES = (
         "a third stage fits",
     ),
     Candidate(
-        "D=192 in three panels",
-        GluonForward(configs_forward.Form(2, 64, 2, 2, True, True, 240, 24, (232, 40), panels=3)),
-        (_CAUSAL_192, _FULL_192),
-        8,
-        "saves a quarter of the products of 256 columns; two tiles of queries fit",
-    ),
-    Candidate(
         "D=192 forward, steps of 32 keys",
         PortableForward(Tile(128, 32, 8, 4)),
         (_CAUSAL_192,),
         0,
         "four stages in 147 KB, where three of 64 keys take 197",
-    ),
-    Candidate(
-        "decode D=64, 2 warps",
-        PortableDecode(Tile(16, 64, 2, 3)),
-        (_DECODE_64,),
-        0,
-        "four barriers a tile; over pages 2 warps took 129 us against 134",
-    ),
-    Candidate(
-        "decode D=64, 2 warps, 4 stages",
-        PortableDecode(Tile(16, 64, 2, 4)),
-        (_DECODE_64,),
-        0,
-        "as above, and 208 KB of buffers a processor instead of 144",
-    ),
-    Candidate(
-        "decode D=64, one warp, 32 keys",
-        PortableDecode(Tile(16, 32, 1, 4)),
-        (_DECODE_64,),
-        0,
-        "no barriers; 8 programs fit a processor",
-    ),
-    Candidate(
-        "decode D=128, 2 warps",
-        PortableDecode(Tile(16, 64, 2, 3)),
-        (_DECODE_128, _DECODE_LONG),
-        0,
-        "four barriers a tile; three programs fit a processor instead of two",
-    ),
-    Candidate(
-        "decode D=128, 4 stages",
-        PortableDecode(Tile(16, 64, 4, 4)),
-        (_DECODE_128, _DECODE_LONG),
-        0,
-        "204 KB of buffers a processor instead of 140",
-    ),
-    Candidate(
-        "decode D=128, 2 warps, 32 keys, 5 stages",
-        PortableDecode(Tile(16, 32, 2, 5)),
-        (_DECODE_128, _DECODE_LONG),
-        0,
-        "as many bytes in flight in smaller steps",
     ),
 )

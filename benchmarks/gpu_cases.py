@@ -121,6 +121,10 @@ def _slope(table: torch.Tensor) -> Mod:
     return lambda score, b, h, q_idx, kv_idx: score + table[h] * (kv_idx - q_idx) / 1024
 
 
+def _queries(table: torch.Tensor) -> Mod:
+    return lambda score, b, h, q_idx, kv_idx: score * table[h, q_idx]
+
+
 def _bias(table: torch.Tensor) -> Mod:
     return lambda score, b, h, q_idx, kv_idx: score + table[b, h, q_idx, kv_idx]
 
@@ -136,6 +140,7 @@ SCORES: dict[str, Callable[[int], Mod]] = {"alibi": _alibi, "softcap": _softcap}
 # Name to the size of the learned tensor and the mod that captures it.
 LEARNED: dict[str, tuple[Callable[[GpuCase], list[int]], Callable[[torch.Tensor], Mod]]] = {
     "slope": (lambda case: [case.heads], _slope),
+    "queries": (lambda case: [case.heads, case.q_len], _queries),
     "bias": (lambda case: [case.batch, case.heads, case.q_len, case.kv_len], _bias),
 }
 

@@ -37,11 +37,10 @@ def test_candidates_are_not_what_is_in_use() -> None:
     for candidate in CANDIDATES:
         case, change = candidate.cases[0], candidate.change
         if isinstance(change, GluonForward):
-            width = configs_forward.width_of(case.head_dim)
-            assert change.form not in configs_forward.forms(width, width, 128)
+            head_dim = case.head_dim
+            assert change.form not in configs_forward.forms(head_dim, head_dim, 128)
         elif isinstance(change, GluonBackward) and case.head_dim == 128 and not case.score:
-            in_use = configs_backward.form_for(128, 128, case.mask != "full", may_fold=True)
-            assert change.form != in_use
+            assert change.form != configs_backward.form_for(128, 128, True, may_fold=True)
         elif isinstance(change, PortableDecode):
             device = configs.Device(90, 232448, 132, 50 << 20)
             shape = configs.Shape(case.head_dim, 2, False, 16, 1 << 20, 512)
@@ -128,14 +127,27 @@ def test_the_table_and_the_file_say_the_same(tmp_path) -> None:
     assert "1.500" in table and "| a candidate" in table
 
 
+TWO = (
+    Candidate(
+        "a backward",
+        GluonBackward(configs_backward.form_for(64, 64, may_mask=True, may_fold=True)),
+        (CASE, GpuCase("full", 1, 4, 4, 40, 40, 16)),
+        0,
+        "",
+    ),
+    Candidate("a forward", GluonForward(configs_forward.forms(64, 64, None)[0]), (CASE,), 0, ""),
+)
+
+
 def test_a_run_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     ends = iter(["hung", "right"])
     monkeypatch.setattr(
         gpu_candidates, "run_child", lambda *_: Trial("x", "y", "forward", next(ends))
     )
-    assert gpu_candidates.main(["--only", "narrow ids documents"]) == 0
+    monkeypatch.setattr(candidates, "CANDIDATES", TWO)
+    assert gpu_candidates.main(["--only", "a backward"]) == 0
     assert capsys.readouterr().out.count("x: y forward") == 2
-    assert gpu_candidates.main(["--only", "narrow ids", "--budget", "1"]) == 1
+    assert gpu_candidates.main(["--only", "a backward", "--budget", "1"]) == 1
 
 
 def test_prewarm_covers_every_case_of_its_suites() -> None:

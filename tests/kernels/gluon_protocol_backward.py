@@ -79,7 +79,6 @@ class Visit:
             "b_kv": 0, "h_kv": 1, "start": 0, "block": 0, "units": len(self.blocks), "group": GROUP,
             "heads": HEADS, "pitch": self.pitch, "spare": self.spare, "q_len": self.q_len,
             "kv_len": 2 * HALF, "step_b": steps[0], "step_h": steps[1], "key_blocks": 1,
-            "first": 0, "last": len(self.blocks[0]),
         }  # fmt: skip
         memory = {"offsets": Pointer(offsets), "entries": Pointer([*entries, 0])}
         return SimpleNamespace(**{name: Int(n) for name, n in numbers.items()}, **memory)

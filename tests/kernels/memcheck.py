@@ -104,13 +104,19 @@ def _slopes(learned: bool) -> Any:
     return lambda score, b, h, q, kv: score - slopes[h] * (q - kv)
 
 
-def _attend(backend: str, backward: bool, learned: bool = False, q_len: int = LENGTH) -> None:
-    """Packed documents and a bias by distance, D = 64 and 128."""
+def _attend(
+    backend: str,
+    backward: bool,
+    learned: bool = False,
+    q_len: int = LENGTH,
+    widths: tuple[int, ...] = (64, 128),
+) -> None:
+    """Packed documents and a bias by distance, D of each width."""
     mask = attnloom.create_block_mask(
         _documents(LENGTH), None, None, q_len, LENGTH, device="cuda", BLOCK_SIZE=128
     )
     bias = _slopes(learned)
-    for width in (64, 128):
+    for width in widths:
         inputs = [
             torch.randn(1, 2, n, width, device="cuda", dtype=torch.float16)
             for n in (q_len, LENGTH, LENGTH)
@@ -126,20 +132,15 @@ def _attend(backend: str, backward: bool, learned: bool = False, q_len: int = LE
             assert all(x.isfinite().all() for x in results)
 
 
-def _candidate(name: str) -> None:
-    """A forward that is not in use, with more tiles than programs."""
-    from benchmarks.candidates import CANDIDATES
-
-    candidate = next(c for c in CANDIDATES if c.name == name)
-    width = candidate.cases[0].head_dim
-    with candidate.change.installed():
-        x = torch.randn(4, 16, 2 * LENGTH, width, device="cuda", dtype=torch.float16)
-        mask = attnloom.create_block_mask(
-            _documents(2 * LENGTH), None, None, 2 * LENGTH, 2 * LENGTH, device="cuda"
-        )
-        for blocks in (None, mask):
-            out = attnloom.flex_attention(x, x, x, None, blocks, kernel_options=GLUON)
-            assert out.isfinite().all()
+def _many_tiles(width: int) -> None:
+    """A Gluon forward with more tiles than programs."""
+    x = torch.randn(4, 16, 2 * LENGTH, width, device="cuda", dtype=torch.float16)
+    mask = attnloom.create_block_mask(
+        _documents(2 * LENGTH), None, None, 2 * LENGTH, 2 * LENGTH, device="cuda"
+    )
+    for blocks in (None, mask):
+        out = attnloom.flex_attention(x, x, x, None, blocks, kernel_options=GLUON)
+        assert out.isfinite().all()
 
 
 def _pages() -> None:
@@ -156,10 +157,11 @@ def _pages() -> None:
 RUNS: dict[str, Callable[[], None]] = {
     "gluon-forward": lambda: _attend("gluon", backward=False),
     "gluon-backward": lambda: _attend("gluon", backward=True),
+    "gluon-backward-padded": lambda: _attend("gluon", backward=True, widths=(96,)),
     "gluon-captured": lambda: _attend("gluon", backward=True, learned=True),
-    "candidate-ahead": lambda: _candidate("narrow ids, tiles drawn ahead"),
-    "candidate-ahead-64": lambda: _candidate("tiles drawn ahead, D=64"),
-    "candidate-panels": lambda: _candidate("D=192 in three panels"),
+    "gluon-many-tiles": lambda: _many_tiles(128),
+    "gluon-many-tiles-64": lambda: _many_tiles(64),
+    "gluon-panels": lambda: _many_tiles(192),
     "triton-forward": lambda: _attend("triton", backward=False),
     "triton-backward": lambda: _attend("triton", backward=True),
     "triton-decode": lambda: _attend("triton", backward=False, q_len=1),

@@ -37,6 +37,13 @@ def alibi(score, b, h, q, kv):
     return score + SLOPES[h] * (kv - q)
 
 
+LEARNED = torch.full((HEADS,), 0.5, requires_grad=True)
+
+
+def learned_alibi(score, b, h, q, kv):
+    return score + LEARNED[h] * (kv - q)
+
+
 def capped_alibi(score, b, h, q, kv):
     return 30 * torch.tanh(alibi(score, b, h, q, kv) / 30)
 
@@ -123,6 +130,14 @@ def test_a_step_compiles_what_it_launches_and_before_it_does(head_dim: int, scor
     assert sorted(name for name, _, _ in compiler.launched) == GLUON
     assert set(compiler.launched) == set(compiler.compiled)
     assert threading.main_thread() not in compiler.compiled.values()
+
+
+def test_captured_gradients_have_their_memory_before_their_kernel():
+    """What stands beside the main kernel is compiled ahead."""
+    compiler = Compiler()
+    assert step(64, learned_alibi, compiler) == sorted(set(GLUON) - {"backward_kernel"})
+    assert sorted(name for name, _, _ in compiler.launched) == GLUON
+    assert set(compiler.compiled) <= set(compiler.launched)
 
 
 def test_a_backward_that_spills_has_its_portable_kernels_compiled_too():

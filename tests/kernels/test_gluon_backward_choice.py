@@ -20,6 +20,11 @@ from tests.kernels.cross_compile import device_is
 CPU = torch.device("cpu")
 SLOPES = torch.rand(8)
 LEARNED = torch.rand(8, requires_grad=True)
+BY_KEY = torch.rand(2048, requires_grad=True)
+BY_QUERY = torch.rand(2048, requires_grad=True)
+BY_DISTANCE = torch.rand(4096, requires_grad=True)
+FULL = torch.rand(2, 8, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
+ROWS = torch.rand(8, 4, requires_grad=True)
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -64,9 +69,31 @@ def why(call: AttentionCall) -> str | None:
 
 
 @pytest.mark.parametrize("score_mod", [None, softcap, alibi])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 96, 128])
 def test_what_was_measured_runs_in_gluon(score_mod: Any, D: int) -> None:
     assert why(make_call(D, score_mod=score_mod)) is None
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "is_slower"),
+    [
+        (learned, False),
+        (lambda s, b, h, q, kv: s + BY_KEY[kv], False),
+        (lambda s, b, h, q, kv: s + FULL[b, h, q, kv], False),
+        (lambda s, b, h, q, kv: s + FULL[b, h, q, kv] * BY_QUERY[q], True),
+        (lambda s, b, h, q, kv: s * BY_QUERY[q], True),
+        (lambda s, b, h, q, kv: s + BY_DISTANCE[q - kv + 2047], True),
+        (lambda s, b, h, q, kv: s * (ROWS[h] * ROWS[h]).sum(), True),
+    ],
+    ids=["head", "key", "score", "score and query", "query", "distance", "row"],
+)
+def test_gradients_that_are_summed_first_or_stored_leave_in_gluon(
+    score_mod: Any, is_slower: bool
+) -> None:
+    found = why(make_call(score_mod=score_mod))
+    assert found == (
+        "gradients of captured tensors are added to in every step." if is_slower else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,9 +115,10 @@ def test_what_the_kernel_cannot_do_is_portable_whoever_asks(given: Any, reason: 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"D": 96}, "padded to 128"),
+        ({"D": 88}, "padded to 128"),
+        ({"D": 48}, "padded to 64"),
         ({"Hkv": 1, "KV_LEN": 1024}, "few keys"),
-        ({"score_mod": learned}, "captured tensors get gradients"),
+        ({"score_mod": lambda s, b, h, q, kv: s * BY_QUERY[q]}, "added to in every step"),
         ({"score_mod": alibi, "Hkv": 4, "KV_LEN": 4096}, "tell heads apart"),
     ],
 )

@@ -60,11 +60,12 @@ def compiled(call: AttentionCall) -> dict[str, Any]:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_causal(head_dim: int) -> None:
+    """Sums start from -lse and -delta, which spares the subtractions."""
     made = compiled(make_call(head_dim, mask_mod=causal, q_len=2048, kv_len=2048))
     main = made["backward_kernel"]
     assert not main.serialised
     assert main.shared <= TARGETS["sm_90"][1].shared_bytes
-    assert main.spills <= 96
+    assert main.spills <= 48
     assert "red.relaxed.gpu.global.add.v4.f32" in main.text
     for name in ("prepare_kernel", "finish_kernel"):
         assert made[name].spills == 0

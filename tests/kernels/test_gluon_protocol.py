@@ -18,7 +18,7 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
         CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
-        OVERLAP=consumers == 2, OUT_IN_Q=False, AHEAD=False, OPERAND=None, SUB=1, HAS_LISTS=True,
+        OVERLAP=consumers == 2, OUT_IN_Q=False, OPERAND=None, SUB=1, HAS_LISTS=True,
         APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=False,
         MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1, COLUMN0="int32",
         BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
@@ -36,10 +36,7 @@ FORMS = {
     "no mask": form(**PLAIN),
     "no columns": form(NUM_COLUMNS=0),
     "one tile of queries": form(Q_STAGES=1, OUT_IN_Q=True),
-    "ahead": form(AHEAD=True),
-    "ahead, three consumers": form(3, AHEAD=True),
-    "ahead, no mask": form(AHEAD=True, **PLAIN),
-    "ahead, four stages": form(AHEAD=True, STAGES=4, LOG_STAGES=2),
+    "four stages": form(STAGES=4, LOG_STAGES=2),
     "panels": form(PANELS=3, OUT_IN_Q=True, NUM_COLUMNS=0),
     "panels, columns": form(PANELS=3, OUT_IN_Q=True),
 }
@@ -70,10 +67,6 @@ def test_every_wait_ends_and_every_product_has_its_operands(name: str, laggard: 
 
 
 LONG = Plan(((0, 1, 2, 3, 4), (2, 3), ()), programs=2)
-
-
-def queries_for_the_tile_in_use(names: dict[str, Any]) -> dict[str, Any]:
-    return {}
 
 
 def told_twice(names: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +104,6 @@ def keys_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("cfg", "mistake", "said"),
     [
-        (form(AHEAD=True, Q_STAGES=1), queries_for_the_tile_in_use, "every warp waits"),
         (form(), told_twice, "every warp waits|more often|used|computed|columns"),
         (form(), fewer_bytes, "every warp waits"),
         (form(), late_values, "used|copied over|more often"),

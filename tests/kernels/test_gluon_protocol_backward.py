@@ -18,7 +18,7 @@ def form(**changed: Any) -> SimpleNamespace:
     """A configuration, as fields_backward.main_config would give it."""
     cfg = SimpleNamespace(
         TILE_M=TILE_M, STAGES=2, LOG_STAGES=1, D=2 * HALF, DV=2 * HALF, OPERAND=None, SUB=2,
-        TILES_PER_BLOCK=1, SAME_LISTS=False, HEADER=False, HAS_LISTS=True, HAS_SCORE=False,
+        TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_SCORE=False,
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
         BY_HEAD=False, HAS_SINKS=False, DQ_APART=False, EARLY=False, FOLD=False,
     )  # fmt: skip
@@ -31,7 +31,8 @@ FORMS = {
     "wide": form(),
     "wide, from -lse and -delta": form(FOLD=True),
     "wide, by head": form(BY_HEAD=True),
-    "wide, one list": form(SAME_LISTS=True, HEADER=True),
+    "wide, from -lse and -delta, by head": form(FOLD=True, BY_HEAD=True),
+    "wide, one list": form(SAME_LISTS=True),
     "narrow": form(DQ_APART=True),
     "narrow, by head": form(DQ_APART=True, BY_HEAD=True),
     "narrow, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR),

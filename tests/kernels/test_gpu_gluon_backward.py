@@ -61,7 +61,7 @@ def test_mods(mod: str, sizes: Sizes, dtype: torch.dtype) -> None:
     check(Case(mod, sizes, dtype, magnitude=3.0 if mod == "plain" else 1.0))
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(40, 128), (128, 56)])
+@pytest.mark.parametrize(("D", "Dv"), [(40, 128), (128, 56), (96, 96), (112, 72)])
 def test_head_dims(D: int, Dv: int) -> None:
     check(Case("causal", replace(SIZES, D=D, Dv=Dv), BF16, scale=-0.3))
 
@@ -71,9 +71,11 @@ def test_lengths() -> None:
         check(Case("causal", replace(WIDE, Q_LEN=q_len, KV_LEN=kv_len), BF16))
 
 
-def test_scores_that_overflow_where_keys_end() -> None:
+@pytest.mark.parametrize("sizes", [SIZES, WIDE], ids=["64", "128"])
+@pytest.mark.parametrize("mod", ["plain", "every_second_row", "window_with_sinks"])
+def test_scores_that_overflow_where_keys_end(mod: str, sizes: Sizes) -> None:
     """Keys past KV_LEN are zeros: against an lse far below zero, exp(0 - lse) is infinite."""
-    check(Case("plain", SIZES, BF16, magnitude=30.0))
+    check(Case(mod, sizes, BF16, magnitude=30.0))
 
 
 def test_heads_that_are_not_neighbours_and_keys_of_one_batch_entry() -> None:
@@ -81,11 +83,12 @@ def test_heads_that_are_not_neighbours_and_keys_of_one_batch_entry() -> None:
     check(Case("causal", replace(SIZES, B=3), BF16, kv_batch=1))
 
 
+@pytest.mark.parametrize("sizes", [SIZES, WIDE], ids=["64", "128"])
 @pytest.mark.parametrize("block_size", [(64, 128), (512, 256)], ids=str)
-def test_block_sizes(block_size: tuple[int, int]) -> None:
+def test_block_sizes(block_size: tuple[int, int], sizes: Sizes) -> None:
     from tests.kernels.gluon_backward import check_gradients
 
-    sizes = replace(SIZES, Q_LEN=700, KV_LEN=600)
+    sizes = replace(sizes, Q_LEN=700, KV_LEN=600)
     check_gradients(Case("sliding_window", sizes, BF16, block_size=block_size))
 
 
@@ -133,8 +136,7 @@ CAPTURED = sorted(name for name, row in MODS.items() if row.learnable)
 
 @pytest.mark.parametrize("mod", CAPTURED)
 def test_captured_gradients(mod: str) -> None:
-    """What has to pass before `auto` lets captured gradients leave in this kernel, beside the two
-    candidates of the same name (benchmarks/candidates.py): ready_backward.slower refuses them."""
+    """Also those that `auto` leaves to the portable kernels (ready_backward.slower)."""
     apart(f"check_captured({mod!r})")
 
 

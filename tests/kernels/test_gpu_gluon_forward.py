@@ -55,13 +55,20 @@ def test_half(mod: str) -> None:
 
 
 HEAD_DIMS = [(8, 8), (16, 64), (72, 40), (96, 96), (128, 64), (64, 128), (192, 128), (64, 200)]
-HEAD_DIMS += [(256, 256), (256, 64), (136, 256)]
+HEAD_DIMS += [(256, 256), (256, 64), (136, 256), (136, 192), (192, 144)]
 
 
 @pytest.mark.parametrize(("D", "Dv"), HEAD_DIMS)
 def test_head_dims(D: int, Dv: int) -> None:
     mod = "plain" if HEAD_DIMS.index((D, Dv)) % 2 else "causal_head_slope"
     check(Case(mod, replace(SIZES, D=D, Dv=Dv), FP16 if D % 16 else BF16))
+
+
+@pytest.mark.parametrize(
+    "mod", ["plain", "causal", "document", "softcap", "alibi", "every_second_row"]
+)
+def test_three_panels(mod: str) -> None:
+    check(Case(mod, replace(SIZES, D=192, Dv=192), FP16 if mod == "plain" else BF16))
 
 
 LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 1000), (1000, 17), (1000, 1000)]
@@ -123,7 +130,9 @@ def test_more_tiles_than_processors_and_repeated_calls() -> None:
     sizes = replace(SIZES, B=4, Hq=16, Hkv=4, Q_LEN=700, KV_LEN=700)
     for seed in range(3):
         check(Case("causal", sizes, BF16, seed=seed))
+        check(Case("document", replace(sizes, D=128, Dv=128), BF16, seed=seed))
         check(Case("plain", replace(sizes, Q_LEN=1500), BF16, seed=seed))
+    check(Case("causal", replace(sizes, D=192, Dv=192), BF16))
 
 
 def test_launches_inside_a_cuda_graph() -> None:

@@ -14,7 +14,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gluon-forward", "gluon-backward", "gluon-captured"])
+@pytest.mark.parametrize(
+    "name", ["gluon-forward", "gluon-backward", "gluon-captured", "gluon-panels"]
+)
 def test_memcheck(name: str) -> None:
     from tests.kernels import memcheck
 

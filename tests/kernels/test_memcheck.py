@@ -27,15 +27,3 @@ def test_nothing_is_run_without_the_tool(monkeypatch, capsys) -> None:
     monkeypatch.setattr(memcheck, "sanitizer", lambda: None)
     assert memcheck.main([]) == 2
     assert "compute-sanitizer was not found" in capsys.readouterr().err
-
-
-def test_candidates_that_are_run_exist(monkeypatch) -> None:
-    pytest.importorskip("triton")
-    from benchmarks.candidates import CANDIDATES
-
-    asked: list[str] = []
-    monkeypatch.setattr(memcheck, "_candidate", asked.append)
-    for name in memcheck.RUNS:
-        if name.startswith("candidate"):
-            memcheck.RUNS[name]()
-    assert asked and set(asked) <= {candidate.name for candidate in CANDIDATES}

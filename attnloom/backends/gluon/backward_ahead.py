@@ -1,8 +1,8 @@
 """A backward's kernels, compiled while the first forward of a variant is.
 
 At the time of the forward nothing is known of the gradients that will come in, so that the usual is
-expected: dout as out lies, no gradient of lse, no captured tensor that wants one. What comes
-otherwise is compiled when it comes, as everything was before.
+expected: dout as out lies, no gradient of lse. What comes otherwise is compiled when it comes, and
+so is the main kernel where captured tensors get gradients, whose memory is not made twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
         if spills_of(made.asm["cubin"]) > FEW_SPILLS:
             _compile(otherwise)
 
-    compile_for_later(main, then=then if may_spill else None)
+    if mods.sinks is None:
+        compile_for_later(main, then=then if may_spill else None)
     compile_for_later(*around)
 
 

@@ -55,7 +55,7 @@ def load_steps(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexp
     for unit in range(0, at.units):
         b, h = unit_of(at, unit)
         if cfg.HAS_LISTS:
-            first, last = entries_of(at, b, h, cfg)
+            first, last = entries_of(at, b, h)
             # loaded a step ahead: a load in place would delay the copies by its latency
             entry = gl.load(at.entries + first, mask=first < last, other=0)
             for t in range(first * cfg.SUB, last * cfg.SUB):

@@ -69,8 +69,7 @@ class Place:
     units: pairs (b, h) that read these keys: `group` heads for each batch entry of the query.
     heads, pitch, spare: line = (b * heads + h) * pitch + row; `spare` is that of TILE_M rows that
         are nobody's, for steps past Q_LEN. offsets, entries, step_b, step_h, key_blocks: the
-        transposed mask, see launch_backward.py; unused without one. first, last: of its entries,
-        those of all units (HEADER).
+        transposed mask, see launch_backward.py; unused without one.
     """
 
     b_kv: gl.tensor
@@ -89,20 +88,17 @@ class Place:
     step_b: gl.tensor
     step_h: gl.tensor
     key_blocks: gl.tensor
-    first: gl.tensor
-    last: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
         self, b_kv, h_kv, start, block, units, group, heads, pitch, spare, q_len, kv_len, offsets,
-        entries, step_b, step_h, key_blocks, first, last,
+        entries, step_b, step_h, key_blocks,
     ):  # fmt: skip
         self.b_kv, self.h_kv, self.start, self.block = b_kv, h_kv, start, block
         self.units, self.group, self.heads = units, group, heads
         self.pitch, self.spare, self.q_len, self.kv_len = pitch, spare, q_len, kv_len
         self.offsets, self.entries = offsets, entries
         self.step_b, self.step_h, self.key_blocks = step_b, step_h, key_blocks
-        self.first, self.last = first, last
 
 
 @gluon.jit
@@ -161,19 +157,14 @@ def locate(lists, shape, cfg: gl.constexpr):
     index = batch * together + local % width
     b_kv, h_kv = index // heads_kv, index % heads_kv
     step_b, step_h, key_blocks = whole32(lists, 3), whole32(lists, 6), whole32(lists, 9)
-    first, last = tile * 0, tile * 0
     if cfg.HAS_LISTS:
         unit = b_kv * step_b + h_kv * group * step_h
-        work = lists[2] + (unit * num_tiles + tile) * 3
-        tile = gl.load(work).to(gl.int32)
-        if cfg.HEADER:
-            # beside the tile, where offsets would be one more load that waits for it
-            first, last = gl.load(work + 1), gl.load(work + 2)
+        tile = gl.load(lists[2] + (unit * num_tiles + tile) * 3).to(gl.int32)
     pitch = whole32(shape, 36)
     return Place(
         b_kv, h_kv, tile * KEYS, tile // cfg.TILES_PER_BLOCK, whole32(shape, 30), group, heads,
         pitch, whole32(shape, 15) * heads * pitch, whole32(shape, 9), whole32(shape, 12), lists[0],
-        lists[1], step_b, step_h, key_blocks, first, last,
+        lists[1], step_b, step_h, key_blocks,
     )  # fmt: skip
 
 
@@ -184,13 +175,10 @@ def unit_of(at, unit):
 
 
 @gluon.jit
-def entries_of(at, b, h, cfg: gl.constexpr):
+def entries_of(at, b, h):
     """First and last entry + 1 of a head's live blocks of queries."""
-    if cfg.HEADER:
-        return at.first, at.last
-    else:
-        where = (b * at.step_b + h * at.step_h) * at.key_blocks + at.block
-        return gl.load(at.offsets + where), gl.load(at.offsets + where + 1)
+    where = (b * at.step_b + h * at.step_h) * at.key_blocks + at.block
+    return gl.load(at.offsets + where), gl.load(at.offsets + where + 1)
 
 
 @gluon.jit
@@ -198,7 +186,7 @@ def steps_of(at, unit, cfg: gl.constexpr):
     """Number of steps of a unit."""
     if cfg.HAS_LISTS:
         b, h = unit_of(at, unit)
-        first, last = entries_of(at, b, h, cfg)
+        first, last = entries_of(at, b, h)
         return ((last - first) * cfg.SUB).to(gl.int32)
     else:
         return (at.q_len + (cfg.TILE_M - 1)) // cfg.TILE_M

@@ -20,8 +20,8 @@ STEP = 64  # queries of a step
 @dataclass(frozen=True, slots=True)
 class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
-    (layouts.py). header: of the list of blocks, comes with the number of the tile. Neither was seen
-    on a device yet. The others: see backward_sm90.py and fields_backward.py.
+    (layouts.py), as no device has shown yet. The others: see backward_sm90.py and
+    fields_backward.py.
     """
 
     stages: int
@@ -32,7 +32,6 @@ class Form:
     dq_registers: int = 72
     load_registers: int = 24
     narrow: bool = False
-    header: bool = False
 
 
 _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)
@@ -55,4 +54,4 @@ def form_for(head_dim: int, value_dim: int, may_mask: bool, may_fold: bool) -> F
     """
     if max(width_of(head_dim), width_of(value_dim)) == 64:
         return _NARROW_FOLD if may_fold and may_mask else _NARROW
-    return _WIDE_FOLD if may_fold and not may_mask else _WIDE
+    return _WIDE_FOLD if may_fold else _WIDE

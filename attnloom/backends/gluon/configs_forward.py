@@ -8,6 +8,7 @@ from dataclasses import dataclass
 ROWS = 64  # queries of a consumer
 PANEL = 64
 _WIDTHS = (64, 128, 256)
+_PANELLED = range(2 * PANEL + 1, 3 * PANEL + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +17,7 @@ class Form:
 
     registers, load_registers: a thread, of consumers after the first and of the producer; the first
         consumer has what is left. column_registers: the same where a warp looks up keys.
-    ahead: tiles are drawn two ahead, see forward_load.py; with two q_stages. narrow: captured
-        64-bit integers that fit are held in 32 bits (layouts.py). panels: three, of PANEL columns
-        each, for D and Dv of 129 to 192; 1: one tile of a power of two. None of the three was seen
-        on a device yet.
+    panels: three, of PANEL columns each, for D and Dv of 129 to 192; 1: one tile of a power of two.
     """
 
     consumers: int
@@ -31,12 +29,9 @@ class Form:
     registers: int
     load_registers: int
     column_registers: tuple[int, int]
-    ahead: bool = False
-    narrow: bool = False
     panels: int = 1
 
     def __post_init__(self) -> None:
-        assert not self.ahead or (self.q_stages == 2 and not self.out_in_q)
         assert self.panels in (1, 3)
 
     @property
@@ -53,8 +48,14 @@ class Form:
 
 
 def width_of(head_dim: int) -> int:
-    """A head dimension as tiles cover it: TMA fills what is not there with zeros."""
+    """A head dimension as a tile of its own covers it: TMA fills what is not there with zeros."""
     return next(w for w in _WIDTHS if head_dim <= w)
+
+
+def covered(head_dim: int, other_dim: int) -> int:
+    """Columns that tiles have for one of D and Dv beside the other: both lie in panels or none."""
+    both = head_dim in _PANELLED and other_dim in _PANELLED
+    return 3 * PANEL if both else width_of(head_dim)
 
 
 # The larger of D and Dv as covered -> forms, best first.
@@ -67,6 +68,7 @@ _FORMS: dict[int, tuple[Form, ...]] = {
         Form(2, 128, 2, 2, True, False, 240, 24, (232, 40)),
         Form(2, 128, 2, 1, True, True, 240, 24, (232, 40)),
     ),
+    192: (Form(2, 64, 2, 2, True, True, 240, 24, (232, 40), panels=3),),
     256: (
         Form(2, 64, 2, 1, True, True, 240, 24, (232, 40)),
         Form(2, 64, 2, 1, True, False, 240, 24, (232, 40)),
@@ -75,9 +77,9 @@ _FORMS: dict[int, tuple[Form, ...]] = {
 
 
 @functools.lru_cache(maxsize=256)
-def forms(width: int, value_width: int, kv_block: int | None) -> tuple[Form, ...]:
-    """Forms to try, best first. width, value_width: D and Dv as covered. kv_block: of the mask; a
-    step lies in one block of keys."""
+def forms(head_dim: int, value_dim: int, kv_block: int | None) -> tuple[Form, ...]:
+    """Forms to try, best first. kv_block: of the mask; a step lies in one block of keys."""
+    width, value_width = covered(head_dim, value_dim), covered(value_dim, head_dim)
     return tuple(
         form
         for form in _FORMS[max(width, value_width)]

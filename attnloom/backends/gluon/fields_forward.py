@@ -37,7 +37,7 @@ class ForwardSm90Config(Sm90Config):
     NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
-    AHEAD: see forward_load.py. PANELS: as many tiles of D or DV columns cover a head dimension.
+    PANELS: as many tiles of D or DV columns cover a head dimension.
     """
 
     CONSUMERS: int
@@ -46,7 +46,6 @@ class ForwardSm90Config(Sm90Config):
     PANELS: int
     OVERLAP: bool
     OUT_IN_Q: bool
-    AHEAD: bool
     APART: bool
     NEEDS_KEYS: bool
     MAY_BE_EMPTY: bool
@@ -99,10 +98,10 @@ def config_of(
     has_tail = key.size(2) % (form.tile_n if blocks is None else blocks.kv_block) != 0
     apart = blocks is not None and form.is_apart(blocks.q_block)
     may_mask = call.mask is not None or has_tail or apart
-    columns = looked_up(call.mask, mask_target(call, form.narrow))
+    columns = looked_up(call.mask, mask_target(call, narrow=True))
     load = form.column_registers if columns else (form.registers, form.load_registers)
     widths = form.columns(query.size(3)), form.columns(value.size(3))
-    shared = shared_fields(call, score, widths, stages=form.stages, narrow=form.narrow)
+    shared = shared_fields(call, score, widths, stages=form.stages, narrow=True)
     return ForwardSm90Config(
         **shared,
         CONSUMERS=form.consumers,
@@ -111,7 +110,6 @@ def config_of(
         PANELS=form.panels,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
-        AHEAD=form.ahead,
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],
         SUB=1 if blocks is None else per_block(blocks.kv_block, form.tile_n),

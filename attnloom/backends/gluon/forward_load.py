@@ -3,8 +3,8 @@
 Tiles are drawn from a counter in memory, so that a program that is done early takes more. They are
 numbered as in backends/triton/forward.py: within heads that share the L2 cache, tiles with most
 live blocks first. What a tile needs from memory before its first copy is read while the copies of
-the tile before are under way; the draw itself is waited for in between, unless AHEAD (a draw's
-result goes to the lanes of the warp through shared memory). Glossary: forward_shared.py.
+the tile before are under way; the draw itself is waited for in between (drawn two tiles ahead, it
+cost up to 4%, H200). Glossary: forward_shared.py.
 """
 
 from triton.experimental import gluon
@@ -89,13 +89,14 @@ def _first_entry(lists, first, last, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(k_desc, v_desc, lists, mem, b, h, steps, entry, overhang, n, cfg: gl.constexpr):
-    """The steps first .. stop - 1 of a list that ends at `last`, steps = (first, stop, last); the
-    number of the next step of the ring, and the entry of the list's next step."""
+def _load_keys(
+    k_desc, v_desc, lists, mem, b, h, first, last, entry, overhang, n, cfg: gl.constexpr
+):
+    """The steps first .. last - 1 of a list, `entry` that of the first; the number of the next step
+    of the ring."""
     SHIFT: gl.constexpr = FLAG_BITS if cfg.APART else 1
     PARTIAL: gl.constexpr = 21 if cfg.APART else 1  # one bit a consumer
-    first, stop, last = steps
-    for t in range(first, stop):
+    for t in range(first, last):
         if cfg.HAS_LISTS:
             block = entry >> SHIFT
             tile = block * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)
@@ -108,21 +109,13 @@ def _load_keys(k_desc, v_desc, lists, mem, b, h, steps, entry, overhang, n, cfg:
             tag = t * 2 + (1 if cfg.HAS_MASK else (t == overhang).to(gl.int32))
         _load_step(k_desc, v_desc, mem, b, h, tag, n, cfg)
         n += 1
-    return n, entry
+    return n
 
 
 @gluon.jit
 def load_tiles(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.constexpr):
     """The partition of the producer. plan = (Hq, GROUP, row tiles, heads of a batch, B * Hq, steps
     without lists, tiles of the launch, kv batch step, what overhangs KV_LEN)."""
-    if cfg.AHEAD:
-        _load_ahead(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg)
-    else:
-        _load_in_turn(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg)
-
-
-@gluon.jit
-def _load_in_turn(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.constexpr):
     heads, group, _, _, _, _, total, step_b, overhang = plan
     n = 0
     num_tiles = 0
@@ -135,59 +128,13 @@ def _load_in_turn(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.con
         give_job(mem, num_tiles, tile, unit, (last - first).to(gl.int32))
         _load_query(q_desc, mem, b, h, tile, num_tiles, cfg)
         following = _look_up(lists, plan, gl.minimum(t, total - 1), cfg)
-        n, _ = _load_keys(
-            k_desc, v_desc, lists, mem, b * step_b, h // group, (first, last, last), entry,
-            overhang, n, cfg,
-        )  # fmt: skip
+        n = _load_keys(
+            k_desc, v_desc, lists, mem, b * step_b, h // group, first, last, entry, overhang, n, cfg
+        )
         tile, unit, first, last = following
         entry = _first_entry(lists, first, last, cfg)
         num_tiles += 1
     give_job(mem, num_tiles, -1, 0, 0)
     if t == total + gl.num_programs(0) - 1:
-        # the last draw of the launch puts the counter back
-        gl.store(counter, 0)
-
-
-@gluon.jit
-def _load_ahead(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.constexpr):
-    """AHEAD: a program's first tile is that of its number, and the others are drawn two ahead. What
-    follows the draw, a chain of loads whose addresses each depend on the load before, has a tile's
-    time. A tile's queries are asked for when the ring is full of the tile before.
-
-    No barrier is waited for that needs a later copy of this warp: the job and the queries of tile m
-    + 1 wait for readers to be done with those of m - 1, all of whose steps went before the first of
-    m; Q_STAGES is 2. The ring's order is that of _load_in_turn.
-    """
-    heads, group, _, _, _, _, total, step_b, overhang = plan
-    programs = gl.num_programs(0)
-    n = 0
-    num_tiles = 0
-    t = gl.program_id(0)
-    tile, unit, first, last = _look_up(lists, plan, t, cfg)
-    entry = _first_entry(lists, first, last, cfg)
-    give_job(mem, 0, tile, unit, (last - first).to(gl.int32))
-    _load_query(q_desc, mem, unit // heads, unit % heads, tile, 0, cfg)
-    next_t = gl.atomic_add(counter, 1, sem="relaxed") + programs
-    following = _look_up(lists, plan, gl.minimum(next_t, total - 1), cfg)
-    while t < total:
-        b, h = unit // heads * step_b, unit % heads // group
-        middle = gl.minimum(first + cfg.STAGES, last)
-        n, entry = _load_keys(
-            k_desc, v_desc, lists, mem, b, h, (first, middle, last), entry, overhang, n, cfg
-        )
-        rest, rest_entry = (middle, last, last), entry
-        t = next_t
-        tile, unit, first, last = following
-        entry = _first_entry(lists, first, last, cfg)
-        num_tiles += 1
-        if t < total:
-            give_job(mem, num_tiles, tile, unit, (last - first).to(gl.int32))
-            _load_query(q_desc, mem, unit // heads, unit % heads, tile, num_tiles, cfg)
-        else:
-            give_job(mem, num_tiles, -1, 0, 0)
-        next_t = gl.atomic_add(counter, 1, sem="relaxed") + programs
-        following = _look_up(lists, plan, gl.minimum(next_t, total - 1), cfg)
-        n, _ = _load_keys(k_desc, v_desc, lists, mem, b, h, rest, rest_entry, overhang, n, cfg)
-    if next_t == total + 2 * programs - 1:
         # the last draw of the launch puts the counter back
         gl.store(counter, 0)

@@ -174,14 +174,9 @@ def _overlapped_tile(
     acc, p = _finished(_add_output(p, mem, last, acc, cfg), p, cfg)
     mbarrier.arrive(mem.v_empty.index(last), pred=live)
     if cfg.MAY_BE_EMPTY:
-        if cfg.AHEAD:
-            # a branch, in place of a selection for each register of every tile
-            if steps == 0:
-                acc, m_i, l_i = empty_state(L, OUT, cfg)
-        else:
-            acc = only_if(live, acc, cfg)
-            m_i = gl.where(live, m_i, float("-inf"))
-            l_i = gl.where(live, l_i, 0.0)
+        acc = only_if(live, acc, cfg)
+        m_i = gl.where(live, m_i, float("-inf"))
+        l_i = gl.where(live, l_i, 0.0)
     return acc, m_i, l_i, n
 
 
@@ -275,10 +270,6 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         else:
             acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, consumer, L, OUT, cfg)
         place = (b, h, unit, row, queries, q_len)
-        num_tiles += 1
-        if cfg.AHEAD:
-            # waited for and taken apart while results leave
-            following = take_job(mem, num_tiles)
         if cfg.OUT_IN_Q:
             _store(out_desc, outs, mem, q, acc, m_i, l_i, place, base, OUT, cfg)
             tma.store_wait(0)
@@ -287,9 +278,8 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
             mbarrier.arrive(mem.q_empty.index(slot))
             first = consumer * cfg.PANELS
             _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
-        if not cfg.AHEAD:
-            following = take_job(mem, num_tiles)
-        tile, unit, steps = following
+        num_tiles += 1
+        tile, unit, steps = take_job(mem, num_tiles)
     tma.store_wait(0)
 
 

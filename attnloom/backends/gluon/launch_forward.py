@@ -13,7 +13,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.gluon import configs_forward, gate, merged_lists
-from attnloom.backends.gluon.configs_forward import ROWS, Form, width_of
+from attnloom.backends.gluon.configs_forward import ROWS, Form, covered
 from attnloom.backends.gluon.descriptors import Blank
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
@@ -167,7 +167,8 @@ def _slower(call: AttentionCall) -> str | None:
         return "there are fewer tiles of queries than processors; smaller tiles are used instead."
     if is_decode(call):
         return "there are few queries; the keys are split instead."
-    if not _is_filled(query.size(3)) or not _is_filled(call.value.size(3)):
+    head_dim, value_dim = query.size(3), call.value.size(3)
+    if not _is_filled(head_dim, value_dim) or not _is_filled(value_dim, head_dim):
         return (
             "heads are narrower than the tiles that cover them; tiles of other widths fit better."
         )
@@ -193,10 +194,10 @@ def _loads_each_score(program: Program) -> bool:
     )
 
 
-def _is_filled(head_dim: int) -> bool:
-    """Whether tiles are wide enough for the head, and little wider: 96 of 128 was faster than the
-    portable kernels, 192 of 256 slower."""
-    width = width_of(head_dim)
+def _is_filled(head_dim: int, other_dim: int) -> bool:
+    """Whether tiles are wide enough for one of D and Dv, and little wider: 96 of 128 was faster
+    than the portable kernels, 192 of 256 slower."""
+    width = covered(head_dim, other_dim)
     return 4 * head_dim > 3 * width if width > 128 else 4 * head_dim >= 3 * width
 
 
@@ -341,13 +342,13 @@ def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
 
 
 def _forms(call: AttentionCall) -> tuple[Form, ...]:
-    widths = width_of(call.query.size(3)), width_of(call.value.size(3))
+    dims = call.query.size(3), call.value.size(3)
     blocks = call.blocks
     if blocks is None:
-        return configs_forward.forms(*widths, None)
+        return configs_forward.forms(*dims, None)
     if blocks.q_block % ROWS:
         return ()
-    found = configs_forward.forms(*widths, blocks.kv_block)
+    found = configs_forward.forms(*dims, blocks.kv_block)
     if _size_class(blocks):
         found = tuple(f for f in found if not f.is_apart(blocks.q_block))
     return found

@@ -84,6 +84,14 @@ def positions_of(program: Program, item: Contribution) -> tuple[str | None, ...]
     return tuple(position_name(program, index) for index in item.index)
 
 
+def index_axes(program: Program, item: Contribution) -> Axes:
+    """What the place of a contribution depends on."""
+    axes = Axes.NONE
+    for index in item.index:
+        axes |= program.axes[index]
+    return axes
+
+
 def emit_plain(found: Gradient, target: Target, exact: bool, swap: bool) -> str:
     """The derivative by the score; `swap` exchanges q and kv."""
     program = simplify(replace(found.program, outputs=found.program.outputs[:1]), exact)
@@ -164,10 +172,7 @@ class Contributions(Writer):
         raise NotImplementedError
 
     def _index_axes(self, item: Contribution) -> Axes:
-        axes = Axes.NONE
-        for index in item.index:
-            axes |= self.program.axes[index]
-        return axes
+        return index_axes(self.program, item)
 
     def _offset(self, item: Contribution) -> str:
         """Of an element in a contiguous buffer of the tensor's shape."""
