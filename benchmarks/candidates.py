@@ -16,6 +16,7 @@ from unittest import mock
 
 from attnloom.backends.gluon import configs_backward, configs_forward
 from attnloom.backends.triton.configs import Tile, clamped
+from attnloom.backends.triton.splits import Splitting
 from benchmarks.gpu_cases import GpuCase
 
 _UNLIMITED = 1 << 20
@@ -117,20 +118,16 @@ class PortableBackward(Change):
 
 
 @dataclass(frozen=True)
-class PortableDecode(Change):
-    """A tile of the decode kernel, of 16 rows."""
+class PortableSplits(Change):
+    """A way to divide keys of splits.py."""
 
-    tile: Tile
+    splitting: Splitting
     backend = "triton"
 
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.triton import launch_decode
 
-        tables = launch_decode.configs
-        return [
-            (launch_decode, "configs", tables),
-            (tables, "decode_tiles", lambda device, shape: (_cut(self.tile, shape),)),
-        ]
+        return [(launch_decode, "SPLITTING", self.splitting)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +153,8 @@ _KEYS_NARROW = configs_backward.form_for(64, 64, may_mask=False, may_fold=False)
 _KEYS_NARROW_MASKED = configs_backward.form_for(64, 64, may_mask=True, may_fold=True)
 
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
+_DECODE_FEW = GpuCase("full", 8, 32, 8, 1, 32768, 128)
+_DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
 
 CANDIDATES = (
     Candidate(
@@ -206,5 +205,40 @@ CANDIDATES = (
         (_CAUSAL_192,),
         0,
         "four stages in 147 KB, where three of 64 keys take 197",
+    ),
+    Candidate(
+        "decode, merged at once",
+        PortableSplits(Splitting(at_once=64)),
+        (_DECODE_FEW, _DECODE_LONG),
+        0,
+        "33 splits are merged in three steps that wait for memory one after the other",
+    ),
+    Candidate(
+        "decode, merged beside",
+        PortableSplits(Splitting(at_once=64, overlaps=True)),
+        (_DECODE_FEW, _DECODE_LONG),
+        0,
+        "and the second kernel is started while the first runs: no gap between them",
+    ),
+    Candidate(
+        "decode, splits in turns",
+        PortableSplits(Splitting(turns=True)),
+        (_DECODE_FEW, _DECODE_LONG),
+        0,
+        "programs of a head read side by side: 16 places in memory at a time instead of 528",
+    ),
+    Candidate(
+        "decode, merged beside, in turns",
+        PortableSplits(Splitting(at_once=64, overlaps=True, turns=True)),
+        (_DECODE_FEW, _DECODE_LONG),
+        0,
+        "both",
+    ),
+    Candidate(
+        "decode, 3 programs a processor, merged beside",
+        PortableSplits(Splitting(at_once=64, overlaps=True, a_processor=3)),
+        (_DECODE_LONG,),
+        0,
+        "as many as fit: 49 splits of 8 heads in 396 places",
     ),
 )

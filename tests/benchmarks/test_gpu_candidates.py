@@ -15,14 +15,14 @@ pytest.importorskip("triton")
 
 from attnloom import flex_attention
 from attnloom.backends.gluon import configs_backward, configs_forward
-from attnloom.backends.triton import configs
+from attnloom.backends.triton.splits import SPLITTING
 from benchmarks import candidates, gpu_candidates, gpu_cases, prewarm
 from benchmarks.candidates import (
     CANDIDATES,
     Candidate,
     GluonBackward,
     GluonForward,
-    PortableDecode,
+    PortableSplits,
 )
 from benchmarks.gpu_candidates import Trial
 from benchmarks.gpu_cases import GpuCase
@@ -41,10 +41,8 @@ def test_candidates_are_not_what_is_in_use() -> None:
             assert change.form not in configs_forward.forms(head_dim, head_dim, 128)
         elif isinstance(change, GluonBackward) and case.head_dim == 128 and not case.score:
             assert change.form != configs_backward.form_for(128, 128, True, may_fold=True)
-        elif isinstance(change, PortableDecode):
-            device = configs.Device(90, 232448, 132, 50 << 20)
-            shape = configs.Shape(case.head_dim, 2, False, 16, 1 << 20, 512)
-            assert change.tile != configs.decode_tiles(device, shape)[0]
+        elif isinstance(change, PortableSplits):
+            assert change.splitting != SPLITTING
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from benchmarks.candidates import (
     Candidate,
     GluonBackward,
     GluonForward,
-    PortableDecode,
     PortableForward,
+    PortableSplits,
 )
 from benchmarks.gpu_cases import GpuCase
 from tests.kernels import test_gluon_compile_backward as compile_backward
@@ -73,7 +73,7 @@ def test_candidates_fit(candidate: Candidate) -> None:
             made = {"forward": compile_forward.compiled(call)}
         elif isinstance(change, GluonBackward):
             made = {"backward": compile_backward.compiled(call)["backward_kernel"]}
-        elif isinstance(change, PortableForward | PortableDecode):
+        elif isinstance(change, PortableForward | PortableSplits):
             made = portable_forward.compiled("sm_90", call)
         else:
             made = portable_backward.compiled("sm_90", call)

@@ -22,6 +22,7 @@ from attnloom import PageTable
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
 from attnloom.backends.triton.launch import TritonBackend
+from attnloom.backends.triton.splits import Splitting
 from attnloom.ir.node import DType
 from attnloom.plan.problem import KernelOptions
 from attnloom.trace.tracer import trace_mask, trace_score
@@ -132,6 +133,20 @@ def test_decode_streams_by_tma(head_dim, at_once):
     assert made["decode_kernel"].shared * at_once <= TARGETS["sm_90"][1].shared_bytes
     assert "cp.async.bulk.tensor" in made["decode_kernel"].text
     assert made["combine_kernel"].spills == 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_a_merging_kernel_started_early_waits_before_it_reads(target):
+    """Where a device cannot start it early, there is nothing to wait for."""
+    splitting = Splitting(at_once=64, overlaps=True)
+    with mock.patch.object(launch_decode, "SPLITTING", splitting):
+        made = compiled(target, make_call(128, q_len=1, kv_len=65536))
+    first, second = made["decode_kernel"].text, made["combine_kernel"].text
+    assert ("griddepcontrol.launch_dependents" in first) == (target == "sm_90")
+    assert ("griddepcontrol.wait" in second) == (target == "sm_90")
+    if target == "sm_90":
+        assert second.index("griddepcontrol.wait") < second.index("ld.global")
+        assert made["combine_kernel"].spills == 0
 
 
 @pytest.mark.slow

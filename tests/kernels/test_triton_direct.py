@@ -24,6 +24,7 @@ from attnloom.backends.triton import (
     ready_backward,
 )
 from attnloom.backends.triton.launch import TritonBackend
+from attnloom.backends.triton.overlap import OverlappingLaunch
 from benchmarks.signatures import type_of
 from tests.kernels.cross_compile import compile_for, device_is
 from tests.kernels.test_triton_compile import causal, make_call
@@ -177,6 +178,28 @@ def test_a_kernel_with_other_parameters_is_left_to_triton() -> None:
         assert direct._is_known(loaded, (torch.zeros(1), 1.0))
         library.sizes = [8, 4, 8]
         assert not direct._is_known(loaded, (torch.zeros(1), 1.0))
+
+
+def test_a_kernel_that_overlaps_is_started_with_the_attribute_that_says_so() -> None:
+    """CUlaunchConfig as the driver reads it: seven sizes, the stream, attributes."""
+    seen: list[object] = []
+
+    def start(config: Any, function: Any, values: Any, extra: Any) -> int:
+        words = ctypes.string_at(config.value, 56)
+        *sizes, stream, attributes, count = struct.unpack_from("=7I4xQQI", words)
+        seen.append((sizes, stream, count, function.value, values, extra))
+        seen.append(struct.unpack("=IIi", ctypes.string_at(attributes, 12)))
+        return 0
+
+    library = SimpleNamespace(cuLaunchKernelEx=start)
+    launch = OverlappingLaunch(library, (33, 1, 1, 128, 1, 1, 2048))
+    sizes = [ctypes.c_uint(n) for n in (33, 1, 1, 128, 1, 1, 2048)]
+    assert launch(ctypes.c_void_p(7), *sizes, 1 << 40, "values", None) == 0
+    programmatic_stream_serialization = 6
+    assert seen == [
+        ([33, 1, 1, 128, 1, 1, 2048], 1 << 40, 1, 7, "values", None),
+        (programmatic_stream_serialization, 0, 1),
+    ]
 
 
 def test_a_launcher_starts_directly_what_it_was_compiled_for() -> None:

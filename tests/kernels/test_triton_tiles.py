@@ -16,7 +16,7 @@ import attnloom
 from attnloom.backends.triton import configs, configs_backward
 from attnloom.backends.triton.configs import Tile
 from attnloom.backends.triton.lists import covering, work_lists
-from benchmarks.candidates import CANDIDATES, PortableBackward, PortableDecode, PortableForward
+from benchmarks.candidates import CANDIDATES, PortableBackward, PortableForward, PortableSplits
 from tests.kernels.cross_compile import TARGETS
 
 # The tables have no others, whatever a head dimension is.
@@ -83,7 +83,7 @@ def test_tiles_of_candidates_are_cut_to_a_block(block: int) -> None:
                 shape = configs_backward.Shape(width, 2, block, block, False)
                 check(configs_backward.key_tiles(device, shape), block, block)
                 check(configs_backward.row_tiles(device, shape), block, block)
-            elif isinstance(candidate.change, PortableForward | PortableDecode):
+            elif isinstance(candidate.change, PortableForward | PortableSplits):
                 limits = configs.Shape(width, 2, False, 16, block, 1 << 20)
                 check(configs.forward_tiles(device, limits), 16, block)
                 check(configs.decode_tiles(device, limits), 16, block)

@@ -40,6 +40,11 @@ class Device:
         return self.arch >= 90
 
     @property
+    def can_overlap(self) -> bool:
+        """Whether a kernel may start beside the one that it waits for."""
+        return self.arch >= 90 and not INTERPRETED
+
+    @property
     def has_matrix_instructions(self) -> bool:
         """Whether Triton uses its matrix instructions: before Ampere it has fused multiply-adds
         alone."""

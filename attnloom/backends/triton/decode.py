@@ -7,12 +7,15 @@ Glossary (more in forward.py)
     partial_acc  [B * Hkv, splits, rows, Dv], unnormalised outputs; partial_m, partial_l likewise
 
 Parallelisation: one program a (key head, row chunk, split); each takes an equal share of the live
-key tiles, so that a sparse mask fills the device too. With one split the program writes the result
-itself; otherwise a second small kernel merges the splits of each row.
+key tiles, so that a sparse mask fills the device too: a run of them, or one in NUM_SPLITS (TURNS).
+With one split the program writes the result itself; otherwise a second small kernel merges the
+splits of each row. It may start beside the first, once all programs of that have begun, and then
+waits until they are done (OVERLAPS).
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnloom.backends.triton.device_math import LN_2, real, whole, whole32
 from attnloom.backends.triton.forward import (
@@ -67,7 +70,8 @@ def _load_queries(q, offsets, inside, cfg: tl.constexpr):
 
 @triton.jit
 def _share(lists, b, h_kv, kv_len, split, num_splits, cfg: tl.constexpr):
-    """(first entry, first and last + 1 key tile of this split, counted from that entry)."""
+    """(first entry; first and last + 1 key tile of this split, counted from that entry; the step
+    from one to the next)."""
     first = 0
     if cfg.HAS_LISTS:
         unit = b * whole32(lists, 2) + h_kv * whole32(lists, 5)
@@ -75,9 +79,12 @@ def _share(lists, b, h_kv, kv_len, split, num_splits, cfg: tl.constexpr):
         total = ((tl.load(lists[1] + unit + 1) - first) * cfg.SUB).to(tl.int64)
     else:
         total = tl.cdiv(kv_len, cfg.TILE_N).to(tl.int64)
-    start = (total * split // num_splits).to(tl.int32)
-    stop = (total * (split + 1) // num_splits).to(tl.int32)
-    return first, start, stop
+    if cfg.TURNS:
+        return first, split, total.to(tl.int32), num_splits
+    else:
+        start = (total * split // num_splits).to(tl.int32)
+        stop = (total * (split + 1) // num_splits).to(tl.int32)
+        return first, start, stop, 1
 
 
 @triton.jit(do_not_specialize=["lists", "score_args", "mask_args", "scale", "shape", "strides"])
@@ -88,6 +95,8 @@ def decode_kernel(
     """shape = (Hq, GROUP, row chunks, splits, Q_LEN, KV_LEN, q_offset, kv_offset, kv batch step
     0/1, block that overhangs KV_LEN or -1); strides as in forward.py. lists = (entries, offsets
     [units + 1], batch step, head step), see lists.py."""
+    if cfg.OVERLAPS:
+        gdc_launch_dependents()
     k_src, v_src = (k0, k1, k2), (v0, v1, v2)
     heads, group = whole32(shape, 0), whole32(shape, 3)
     num_chunks, num_splits = whole32(shape, 6), whole32(shape, 9)
@@ -114,18 +123,18 @@ def decode_kernel(
     score_ctx = score_context(score_args, b, pos[1], pos[2], cfg)
     mask_ctx = mask_context(mask_args, b, pos[1], pos[2] + pos[3], cfg)
 
-    first, start, stop = _share(lists, b, h_kv, kv_len, split, num_splits, cfg)
+    first, start, stop, step = _share(lists, b, h_kv, kv_len, split, num_splits, cfg)
     overhang = whole32(shape, 27)
     state = empty_state(cfg.TILE_M, cfg)
     c = exponent_scale(factor, cfg)
     entry = 0
     if cfg.HAS_LISTS:
         entry = tl.load(lists[0] + first + start // cfg.SUB, mask=start < stop, other=0)
-    for t in tl.range(start, stop):
+    for t in tl.range(start, stop, step):
         if cfg.HAS_LISTS:
             kv = ((entry >> 1) * cfg.SUB + t % cfg.SUB) * cfg.TILE_N
             partial = ((entry & 1) != 0) | ((entry >> 1) == overhang)
-            following = tl.minimum(t + 1, stop - 1) // cfg.SUB
+            following = tl.minimum(t + step, stop - 1) // cfg.SUB
             entry = tl.load(lists[0] + first + following)
         else:
             kv = t * cfg.TILE_N
@@ -173,7 +182,9 @@ def combine_kernel(
     partial_acc, partial_m, partial_l, out, lse, max_scores, scale, shape, strides,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one row; arguments as in decode_kernel."""
+    """Merge the splits of one row; arguments as in decode_kernel, cfg a MergeConfig."""
+    if cfg.OVERLAPS:
+        gdc_wait()
     heads, group = whole32(shape, 0), whole32(shape, 3)
     num_splits, q_len = whole32(shape, 9), whole32(shape, 12)
     num_rows = group * q_len

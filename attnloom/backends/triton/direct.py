@@ -24,6 +24,8 @@ import torch
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
+from attnloom.backends.triton.overlap import OverlappingLaunch
+
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAP_BYTES = 128  # of a CUtensorMap, and its alignment
 _FORMATS = {"fp32": "f", "i32": "i", "i64": "q"}
@@ -36,6 +38,7 @@ def _cuda() -> ctypes.CDLL | None:
         library = ctypes.CDLL("libcuda.so.1")
         pointer, size = ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)
         library.cuLaunchKernel.argtypes = [pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer]
+        library.cuLaunchKernelEx.argtypes = [pointer] * 4
         library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, size, size]
     except (OSError, AttributeError):
         return None
@@ -140,7 +143,9 @@ class Start:
         sizes = (grid, 1, 1, 32 * loaded.num_warps, 1, 1, loaded.shared)
         self._sizes = (ctypes.c_void_p(loaded.function), *map(ctypes.c_uint, sizes))
         self._values = room.values
-        self._launch = library.cuLaunchKernel
+        self._launch = (
+            OverlappingLaunch(library, sizes) if loaded.overlaps else library.cuLaunchKernel
+        )
 
     def __call__(self, stream: int) -> None:
         status = self._launch(*self._sizes, stream, self._values, None)
@@ -227,7 +232,8 @@ def _write(part: Part, arg: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A kernel on a device. kinds: types of its arguments, "constexpr" left out at the end."""
+    """A kernel on a device. kinds: types of its arguments, "constexpr" left out at the end.
+    overlaps: it starts beside the kernel in front of it."""
 
     module: Any
     function: int
@@ -236,6 +242,7 @@ class Loaded:
     shared: int
     kinds: tuple[Any, ...]
     maps: tuple[dict[str, Any], ...]
+    overlaps: bool = False
 
 
 class _UnknownLayoutError(Exception):
@@ -249,8 +256,7 @@ def direct(compiled: Any, grid: int, args: tuple[object, ...]) -> Direct | None:
         OutOfResources: the device has too little shared memory or too few registers.
     """
     meta = compiled.metadata
-    extras = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size")
-    extras += ("profile_scratch_size", "tmem_size")
+    extras = ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size", "tmem_size")
     target = driver.active.get_current_target()
     if target.backend != "cuda" or _cuda() is None or getattr(meta, "num_ctas", 1) != 1:
         return None
@@ -277,7 +283,10 @@ def direct(compiled: Any, grid: int, args: tuple[object, ...]) -> Direct | None:
         )
         if 32 * meta.num_warps > threads:
             raise OutOfResources(32 * meta.num_warps, threads, "threads")
-        loaded = Loaded(module, function, spills, meta.num_warps, meta.shared, tuple(kinds), maps)
+        overlaps = bool(getattr(meta, "launch_pdl", False))
+        loaded = Loaded(
+            module, function, spills, meta.num_warps, meta.shared, tuple(kinds), maps, overlaps
+        )
         if not _is_known(loaded, args):
             return None
         _kernels[key] = loaded

@@ -37,7 +37,7 @@ _TL = {
 class ForwardConfig(KernelConfig):
     """Everything that a forward or decode kernel is compiled for; see the glossary of forward.py.
 
-    SINGLE, SPLITS, WIDTH: of decode.py only: one split; splits that a step merges; Dv in lanes.
+    SINGLE, TURNS, OVERLAPS: of decode.py and paged.py: one split; see splits.Splitting.
     """
 
     TILE_M: int
@@ -71,8 +71,8 @@ class ForwardConfig(KernelConfig):
     MASK_ROW: JITFunction | None = None
     MASK_BODY: JITFunction | None = None
     SINGLE: bool = False
-    SPLITS: int = 16
-    WIDTH: int = 16
+    TURNS: bool = False
+    OVERLAPS: bool = False
 
     __hash__ = KernelConfig.__hash__
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs, phase
@@ -32,7 +31,13 @@ from attnloom.backends.triton.preparation import (
     phase_fields,
     shape_class,
 )
-from attnloom.backends.triton.splits import num_splits, partial_results
+from attnloom.backends.triton.splits import (
+    SPLITTING,
+    merge_config,
+    merge_options,
+    num_splits,
+    partial_results,
+)
 
 MAX_ROWS = 64  # query heads of a group times queries that count as decode
 MAX_ROWS_IDLE = 128  # the same where a forward would leave processors idle
@@ -161,15 +166,16 @@ def _partial(ready: _Ready, tensors: Tensors) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Ready:
-    query, key, value, blocks = tensors.query, tensors.key, tensors.value, call.blocks
+    query, key, blocks = tensors.query, tensors.key, call.blocks
     batch, heads, q_len, _ = query.shape
     group = heads // key.size(1)
     num_units, num_rows = batch * key.size(1), group * q_len
     num_chunks = -(-num_rows // tile.tile_m)
+    device = configs.device_of(query.device)
     splits = num_splits(
         num_units * num_chunks,
         -(-key.size(2) // tile.tile_n),
-        2 * configs.device_of(query.device).num_processors,
+        SPLITTING.a_processor * device.num_processors,
     )
     shape = (
         heads,
@@ -186,11 +192,13 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     config = ForwardConfig(
         **phase_fields(call, tensors, tile),
         SINGLE=splits == 1,
-        WIDTH=triton.next_power_of_2(value.size(3)),
+        TURNS=SPLITTING.turns and splits > 1,
+        OVERLAPS=SPLITTING.overlaps and splits > 1 and device.can_overlap,
     )
+    merged = merge_config(config, splits, SPLITTING.at_once)
     return _Ready(
         Launcher(decode_kernel, config, num_units * num_chunks * splits, tile.options),
-        Launcher(combine_kernel, config, num_units * num_rows, {"num_warps": 4}),
+        Launcher(combine_kernel, merged, num_units * num_rows, merge_options(merged)),
         tile,
         key_value_blanks(config, tensors, tile.tile_n),
         num_units,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs, phase
@@ -29,7 +28,13 @@ from attnloom.backends.triton.preparation import (
     shape_class,
 )
 from attnloom.backends.triton.shared_lists import lists_of_groups
-from attnloom.backends.triton.splits import num_splits, partial_results
+from attnloom.backends.triton.splits import (
+    SPLITTING,
+    merge_config,
+    merge_options,
+    num_splits,
+    partial_results,
+)
 from attnloom.block_mask import BlockLists
 from attnloom.paged.table import PageTable
 
@@ -177,13 +182,14 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     # queries that begin anywhere on the grid of positions reach into one tile more
     straddles = blocks is not None and q_len > 1
     num_tiles = -(-q_len // queries) + straddles
+    device = configs.device_of(query.device)
     num_chunks = -(-group // (tile.tile_m // queries))
     num_programs = batch * kv_heads * num_chunks * num_tiles
     splits = num_splits(
         # of two tiles that few queries may straddle one is empty
         num_programs // (2 if straddles and num_tiles == 2 else 1),
         -(-capacity // tile.tile_n),
-        2 * configs.device_of(query.device).num_processors,
+        2 * device.num_processors,
     )
     shape = (
         heads,
@@ -208,7 +214,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     config = PagedConfig(
         **fields,
         SINGLE=splits == 1,
-        WIDTH=triton.next_power_of_2(value.size(3)),
+        OVERLAPS=SPLITTING.overlaps and splits > 1 and device.can_overlap,
         PAGE=table.page_size,
         GATHER=gather,
         FAR=max(t.stride(0) * (t.size(0) - 1) for t in (key, value)) + _FAR_ROOM > _FAR,
@@ -217,7 +223,8 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         HAS_COUNTS=table.counts is not None,
     )
     num_rows = batch * heads * q_len
-    merge = Launcher(combine_kernel, config, num_rows, {"num_warps": 4})
+    merged = merge_config(config, splits, SPLITTING.at_once)
+    merge = Launcher(combine_kernel, merged, num_rows, merge_options(merged))
     return _Ready(
         Launcher(paged_kernel, config, num_programs * splits, tile.options),
         merge if splits > 1 else None,

@@ -19,6 +19,7 @@ a bound; the tail has its own loop of at most one step, which hides scores and c
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnloom.backends.triton.decode import _load_queries, _row_offsets, _store_rows
 from attnloom.backends.triton.device_math import LN_2, real, whole, whole32
@@ -195,6 +196,8 @@ def paged_kernel(
     """shape = (Hq, GROUP, head chunks, splits, Q_LEN, capacity, query tiles, batch step of key,
     columns of pages, query blocks of the mask, their size); strides as in forward.py. lists = (row
     offsets, entries, batch step, head step). table = (lengths, counts, pages [B, columns])."""
+    if cfg.OVERLAPS:
+        gdc_launch_dependents()
     k_src, v_src = (k0, k1, k2), (v0, v1, v2)
     heads, group = whole32(shape, 0), whole32(shape, 3)
     num_chunks, num_splits = whole32(shape, 6), whole32(shape, 9)

@@ -1,12 +1,78 @@
-"""Keys of a call divided among programs: into how many parts, and memory for their results."""
+"""Keys of a call divided among programs: into how many parts, which, and how results are merged."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Any
 
-from attnloom.backends.triton.fields import Tensors
+import torch
+import triton
+import triton.language as tl
+
+from attnloom.backends.triton.config import KernelConfig
+from attnloom.backends.triton.fields import ForwardConfig, Tensors, value_of
 
 _MAX_SPLITS = 128
+_MERGED_ELEMENTS = 8192  # of partial_acc at once: 64 registers a thread of 4 warps
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How keys are divided and merged; results differ by rounding alone.
+
+    turns: splits take turns at key tiles, so that programs of a key head read side by side, where
+        each otherwise has a run of tiles of its own.
+    overlaps: the merging kernel starts beside the first, whose results it waits for, instead of
+        after it; on devices from Hopper on.
+    at_once: splits that a step of the merging kernel takes, at most.
+    a_processor: programs that share a processor.
+    """
+
+    turns: bool = False
+    overlaps: bool = False
+    at_once: int = 16
+    a_processor: int = 2
+
+
+SPLITTING = Splitting()
+
+
+@dataclass(frozen=True, repr=False)
+class MergeConfig(KernelConfig):
+    """What the merging kernel is compiled for. SPLITS: that a step takes. WIDTH: DV in lanes.
+    OVERLAPS: it has to wait for the first kernel. The others as in ForwardConfig."""
+
+    DV: int
+    WIDTH: int
+    SPLITS: int
+    WANT_MAX: bool
+    MAX_UNSCALED: bool
+    OVERLAPS: bool
+    ACC: tl.dtype
+
+    __hash__ = KernelConfig.__hash__
+
+
+_SHARED = ("WANT_MAX", "MAX_UNSCALED", "OVERLAPS", "ACC")
+
+
+def merge_config(config: ForwardConfig, splits: int, at_once: int) -> MergeConfig:
+    """For results of kernels of this configuration."""
+    dv = value_of(config, "DV")
+    width = triton.next_power_of_2(dv)
+    at_once = min(at_once, max(16, _MERGED_ELEMENTS // width))
+    return MergeConfig(
+        DV=dv,
+        WIDTH=width,
+        SPLITS=min(triton.next_power_of_2(splits), at_once),
+        **{name: value_of(config, name) for name in _SHARED},
+    )
+
+
+def merge_options(config: MergeConfig) -> dict[str, Any]:
+    """Launch options of the merging kernel."""
+    options: dict[str, Any] = {"num_warps": 4}
+    return options | {"launch_pdl": True} if value_of(config, "OVERLAPS") else options
 
 
 def num_splits(num_programs: int, num_tiles: int, slots: int) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
+from attnloom.backends.triton import launch_decode
+from attnloom.backends.triton.splits import Splitting
 from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
@@ -60,3 +63,16 @@ def test_layouts(layout: str) -> None:
 
 def test_one_cache_for_a_batch_of_queries() -> None:
     check(Case("relative_bias", replace(SIZES, B=3), kv_batch=1))
+
+
+@pytest.mark.parametrize("splitting", [Splitting(turns=True), Splitting(at_once=2)], ids=str)
+@pytest.mark.parametrize("mod", ["causal_lower_right", "document_unsorted_per_batch", "plain"])
+def test_ways_to_split(mod: str, splitting: Splitting) -> None:
+    """Splits that take turns at tiles, and more of them than a step merges."""
+    sizes = replace(SIZES, B=1, Hkv=1, Q_LEN=3, KV_LEN=500)
+    with (
+        mock.patch.object(launch_decode, "SPLITTING", splitting),
+        mock.patch.object(launch_decode, "_ready", {}) as ready,
+    ):
+        check(Case(mod, sizes, block_size=32))
+        assert all(launch.num_splits > 2 for launch in ready.values())
