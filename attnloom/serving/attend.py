@@ -17,6 +17,7 @@ from attnloom.mods import causal_mask, sliding_window, softcap
 from attnloom.mods.token_tree import walk
 from attnloom.paged import PagedBatch, PagedKV
 from attnloom.serving.config import LayerAttention, ModelConfig
+from attnloom.serving.ops import TORCH, Ops
 from attnloom.serving.scheduler import Chunk
 
 Masks = dict[int | None, BlockMask]
@@ -125,8 +126,8 @@ class Part:
 class PagedAttention:
     """Attention of one step: writes keys and values of its tokens into pages, then attends."""
 
-    def __init__(self, parts: Items[Part], masks: Masks) -> None:
-        self._parts, self._masks = parts, masks
+    def __init__(self, parts: Items[Part], masks: Masks, ops: Ops = TORCH) -> None:
+        self._parts, self._masks, self._ops = parts, masks, ops
         self._prepared: dict[tuple[int, LayerKind], PreparedAttention] = {}
 
     def __call__(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -145,8 +146,7 @@ class PagedAttention:
         part = self._parts[index]
         batch = part.batch
         kv = batch.layer(layer.index)  # refuses a stale batch, whose rows may be another's now
-        for new, stored in zip((key, value), batch.cache.layer_rows(layer.index), strict=True):
-            stored.index_copy_(0, part.places, new.reshape(-1, stored.size(1)))
+        self._ops.append((key, value), batch.cache.layer_rows(layer.index), part.places)
         num_rows = batch.size * batch.q_len
         if part.rows is not None:
             padded = query.new_zeros(num_rows, *query.shape[1:])

@@ -7,6 +7,7 @@ sequences of a step come as one row, [T]; which of them see each other is the at
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from attnloom.serving.config import LayerAttention, ModelConfig, Rope
+from attnloom.serving.joined import Joined, join_weights
+from attnloom.serving.ops import Heads, Norm, Ops, Turn, ops_for
 
 
 class Attention(Protocol):
@@ -24,6 +27,15 @@ class Attention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What layers of a step share. turn: cosines and sines of all tokens, [T, 1, D / 2] each."""
+
+    turn: Turn
+    attention: Attention
+    ops: Ops
+
+
 class RmsNorm(nn.Module):
     """x / rms(x) * weight, in Gemma's form or in Llama's."""
 
@@ -32,20 +44,25 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
         self.eps, self.gemma = config.norm_eps, config.gemma
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.gemma:  # rounded once, after the weight
-            return (wide * (1 + self.weight.float())).to(x.dtype)
-        return self.weight * wide.to(x.dtype)
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        return ops.norm(x, Norm(self.weight, self.eps, self.gemma))
+
+    def after(self, x: Tensor, added: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        """x + added, and that normed."""
+        if added is None:
+            return x, self(x, ops)
+        return ops.add_norm(x, added, Norm(self.weight, self.eps, self.gemma))
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Joined):
     """Projections, rotary embedding, attention, projection."""
+
+    joins = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = config.layer(index), config.head_dim
+        self.layer = config.layer(index)
+        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         inner, outer = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(hidden, inner, bias)
@@ -53,16 +70,15 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(hidden, outer, bias)
         self.o_proj = nn.Linear(inner, hidden, bias)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        query, key, value = (
-            project(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.o_proj(attention(self.layer, rotate(query, turn), rotate(key, turn), value))
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        query, key, value = step.ops.rotate(self.product(x), step.turn, self.heads)
+        return self.o_proj(step.attention(self.layer, query, key, value))
 
 
-class Mlp(nn.Module):
+class Mlp(Joined):
     """down(activation(gate(x)) * up(x))."""
+
+    joins = ("gate_proj", "up_proj")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -72,17 +88,16 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias)
         self.activation = config.activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate_proj(x)
-        if self.activation == "silu":
-            gate = F.silu(gate)
-        else:
-            gate = F.gelu(gate, approximate="none" if self.activation == "gelu" else "tanh")
-        return self.down_proj(gate * self.up_proj(x))
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        return self.down_proj(ops.gated(self.product(x), self.activation))
 
 
 class LlamaLayer(nn.Module):
-    """Norms before attention and before the MLP."""
+    """Norms before attention and before the MLP.
+
+    What a block gives is added to x by the norm behind it: a layer takes x and what is still to be
+    added, and gives both.
+    """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -91,13 +106,14 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(config)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, added: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        x, normed = self.input_layernorm.after(x, added, step.ops)
+        x, normed = self.post_attention_layernorm.after(x, self.self_attn(normed, step), step.ops)
+        return x, self.mlp(normed, step.ops)
 
 
 class GemmaLayer(nn.Module):
-    """Norms on both sides of attention and of the MLP."""
+    """Norms on both sides of attention and of the MLP; adds as a LlamaLayer does."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -108,14 +124,23 @@ class GemmaLayer(nn.Module):
         self.mlp = Mlp(config)
         self.post_feedforward_layernorm = RmsNorm(config)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        seen = self.self_attn(self.input_layernorm(x), turn, attention)
-        x = x + self.post_attention_layernorm(seen)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+    def forward(self, x: Tensor, added: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        ops = step.ops
+        x, normed = self.input_layernorm.after(x, added, ops)
+        seen = self.post_attention_layernorm(self.self_attn(normed, step), ops)
+        x, normed = self.pre_feedforward_layernorm.after(x, seen, ops)
+        return x, self.post_feedforward_layernorm(self.mlp(normed, ops), ops)
 
 
 class Decoder(nn.Module):
-    """Tokens to logits."""
+    """Tokens to logits.
+
+    Attributes:
+        kernels: whether norms, rotations, activations and what is appended to a cache take a kernel
+            each in place of torch's operators; None: where a device has shown them right.
+    """
+
+    kernels: bool | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -136,6 +161,11 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
 
+    @property
+    def ops(self) -> Ops:
+        """What runs between products."""
+        return ops_for(self.device.type, self.dtype, self.kernels)
+
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> Tensor:
@@ -150,10 +180,13 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens)
         if self.config.gemma:
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
-        turn = self._turn(positions, x.dtype)
+        ops, added = self.ops, None
+        step = Step(self._turn(positions, x.dtype), attention, ops)
         for layer in self.layers:
-            x = layer(x, turn, attention)
-        x = self.norm(x if rows is None else x[rows])
+            x, added = layer(x, added, step)
+        if rows is not None:
+            x, added = x[rows], added if added is None else added[rows]
+        x = self.norm.after(x, added, ops)[1]
         head = self.embed_tokens.weight if self.config.tied else self.lm_head.weight
         logits = F.linear(x, head)
         cap = self.config.logit_softcap
@@ -166,13 +199,6 @@ class Decoder(nn.Module):
             self._frequencies = made.to(positions.device)
         angles = positions[:, None, None].float() * self._frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x[i], x[i + D / 2]) by its angle; x [T, H, D]."""
-    cos, sin = turn
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -207,4 +233,5 @@ def random_decoder(
                 parameter.fill_(0.0 if config.gemma else 1.0)
             else:
                 parameter.normal_(0, 0.02, generator=generator)
+    join_weights(model)
     return model.requires_grad_(False).eval()

@@ -107,7 +107,7 @@ class ModelRunner:
         logits = self.model(
             self._tensor(tokens),
             self._tensor(positions),
-            PagedAttention(parts, self.masks),
+            PagedAttention(parts, self.masks, self.model.ops),
             None if rows == list(range(len(tokens))) else self._tensor(rows),
         )
         return StepLogits(logits, tuple(len(wanted[id(chunk)]) for chunk in chunks))

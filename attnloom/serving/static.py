@@ -64,7 +64,7 @@ class StaticStep:
         self._rows = held.get("rows")
         tree = Tree.of(held) if q_len > 1 else None
         part = Part.of(self._batch, slice(0, size * q_len), None, tree)
-        self._attention = PagedAttention([part], masks)
+        self._attention = PagedAttention([part], masks, model.ops)
 
     @property
     def device(self) -> torch.device:

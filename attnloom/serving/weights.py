@@ -11,6 +11,7 @@ from torch import nn
 from attnloom.errors import ModelError
 from attnloom.serving.config import ModelConfig
 from attnloom.serving.decoder import Decoder
+from attnloom.serving.joined import join_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -59,6 +60,7 @@ def load_decoder(
             f"{_some('missing', sorted(lacking))}{_some('unknown', sorted(unknown))}"
             "Save both with save_pretrained."
         )
+    join_weights(model)
     return model.requires_grad_(False).eval()
 
 
