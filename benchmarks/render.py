@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import neighbourhood, scaling, tables
+from benchmarks import neighbourhood, scaling, serving_table, tables
 from benchmarks import rows as rows_module
 from benchmarks.rows import Row
 from benchmarks.verdict import judge
@@ -27,9 +27,10 @@ _MARKED = re.compile(
     re.DOTALL,
 )
 _NOT_MEASURED = (
-    "No results are committed yet; `python -m benchmarks.run --json benchmarks/results/{file}` "
-    "measures them."
+    "No results are committed yet; `python -m benchmarks.{program} --json "
+    "benchmarks/results/{file}` measures them."
 )
+_PROGRAMS = {"serving": "serving"}  # by table; others are suites of benchmarks.run
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "all": tables.comparison_table,
@@ -37,6 +38,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "losses": tables.losses,
     "neighbourhood": neighbourhood.table,
     "scaling": scaling.table,
+    "serving": serving_table.table,
     "targets": lambda rows: tables.verdict_table(judge(rows)),
 }
 
@@ -50,7 +52,8 @@ def render(text: str, results: Path = RESULTS) -> str:
 
     def replace(match: re.Match[str]) -> str:
         if not (results / match["file"]).exists():
-            missing = _NOT_MEASURED.format(file=match["file"])
+            program = _PROGRAMS.get(match["table"], "run")
+            missing = _NOT_MEASURED.format(program=program, file=match["file"])
             return f"{match['open']}\n{missing}\n\n{match['close']}"
         head, rows = rows_module.read(results / match["file"])
         table = TABLES[match["table"]](rows)

@@ -1,32 +1,54 @@
 """Output tokens a second of a decoder: our engine, SDPA over a padded cache, torch's flex over its
-pages, and what memory would allow.
+pages, and what the device would allow.
 
-python -m benchmarks.serving [--shape 8b|small] [--sequences 32] [--prompt 1024] [--tokens 64]
-                             [--peers sdpa,torch-flex] [--runs 3] [--json FILE]
+python -m benchmarks.serving [--shape 8b|small] [--requests 256] [--running 64] [--prompt 1024]
+                             [--tokens 256] [--step-tokens 2048] [--peers sdpa,torch-flex]
+                             [--limit 40] [--runs 1] [--json FILE]
 
-Weights are random, made on the device; all contenders run the same ones in one process in turn, and
-prompts are between half of --prompt and all of it. What is measured is decoding: the time of the
-first token is left out. `bound` is the time in which the device reads all weights and all keys and
-values once a step, at the bandwidth that it shows when it reads a large tensor.
+Two cases, all contenders with the same random weights in one process, one after the other:
+
+    requests    --requests of mixed lengths, prompts and outputs up to --prompt and --tokens and
+                down to a sixteenth: the time of it all, prompts included, over the output tokens
+    decode      32 sequences with prompts of half of --prompt and more and 64 tokens each: the
+                time after the first token alone
+
+A run comes after one that compiles; graphs are made before the clock starts. A peer is stopped
+after --limit seconds and says so; its rate is that of the tokens it had by then. `bound`: prompts
+at the rate of a large product of matrices, then steps at the rate at which a large tensor is read:
+all weights once a step, and the keys and values that each token sees.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from attnloom.serving import Decoder, ModelConfig, Rope, random_decoder
-from attnloom.serving.launch import page_bytes
 from benchmarks import rows as rows_module
 from benchmarks.rows import Row
-from benchmarks.serving_peers import PEERS, Decoded, Workload, attnloom_engine, now
-from benchmarks.tables import machine_line, markdown
+from benchmarks.serving_peers import PEERS, attnloom_engine, now
+from benchmarks.serving_table import table
+from benchmarks.serving_work import (
+    Contender,
+    Served,
+    Speed,
+    Workload,
+    least_seconds,
+    mixed,
+    together,
+)
+from benchmarks.tables import machine_line
 
+OURS = "attnloom"
 SHAPES = {
     "8b": ModelConfig(
         vocab_size=128256,
@@ -56,124 +78,192 @@ SHAPES = {
 }
 
 
-def workload(args: argparse.Namespace, vocab_size: int) -> Workload:
-    """Prompts of different lengths, the same in every run."""
-    generator = torch.Generator().manual_seed(0)
-    shortest = max(1, args.prompt // 2)
-    spread = torch.linspace(shortest, args.prompt, args.sequences).long().tolist()
-    prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in spread]
-    return Workload(prompts, args.tokens)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Microseconds an output token of each run; stopped_at: tokens, where time ran out."""
+
+    us: list[float]
+    stopped_at: int | None
 
 
-def bandwidth(model: Decoder) -> float:
-    """Bytes a second of the best of ten reads of a tensor that no cache holds."""
-    num = (1 << 31 if model.device.type == "cuda" else 1 << 28) // 4
-    data = torch.ones(num, device=model.device)
-    best = float("inf")
-    for _ in range(10):
-        begin = now(model)
-        data.sum().item()
-        best = min(best, now(model) - begin)
-    return 4 * num / best
-
-
-def step_bytes(model: Decoder, work: Workload) -> float:
-    """What one step must read: weights but the table of embeddings, and keys and values."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    if not model.config.tied:
-        weights -= model.embed_tokens.weight.numel() * model.embed_tokens.weight.element_size()
-    held = sum(len(p) + work.num_tokens / 2 for p in work.prompts)
-    return weights + held * page_bytes(model, 1)
-
-
-def measure(model: Decoder, work: Workload, args: argparse.Namespace) -> list[Row]:
-    """A row for each peer that runs; their steps in ms and ours."""
-    contenders: dict[str, Callable[[Decoder, Workload], Decoded]] = {"attnloom": attnloom_engine}
-    contenders |= {name: PEERS[name] for name in args.peers}
-    seconds: dict[str, list[float]] = {}
-    tokens: dict[str, list[list[int]]] = {}
-    for run in range(args.runs + 1):  # the first one compiles
-        for name in list(contenders):
-            try:
-                decoded = contenders[name](model, work)
-            except Exception as error:
-                if name == "attnloom":
-                    raise
-                print(f"{name} does not run: {type(error).__name__}: {error}", file=sys.stderr)
-                del contenders[name]
-                continue
-            tokens[name] = decoded.tokens
-            if run:
-                seconds.setdefault(name, []).append(decoded.seconds / (work.num_tokens - 1) * 1e3)
-    _report_agreement(tokens)
-    bound_ms = step_bytes(model, work) / bandwidth(model) * 1e3
-    ours = seconds.pop("attnloom")
-    return [_row(model, work, ours, name, theirs) for name, theirs in seconds.items()] + [
-        _row(model, work, ours, "bound", [bound_ms])
-    ]
-
-
-def _report_agreement(tokens: dict[str, list[list[int]]]) -> None:
-    """How many output tokens are the same: all in float32; in bfloat16 near ties part ways."""
-    ours = tokens["attnloom"]
-    for name, theirs in tokens.items():
-        pairs = [
-            (a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
-        ]
-        same = sum(a == b for a, b in pairs)
-        print(f"{name}: {same} of {len(pairs)} tokens as ours", file=sys.stderr)
-
-
-def _row(model: Decoder, work: Workload, ours: list[float], peer: str, theirs: list[float]) -> Row:
-    config, num = model.config, len(work.prompts)
-    longest = max(map(len, work.prompts)) + work.num_tokens
-    return Row(
-        suite="serving",
-        case=f"b{num}-p{max(map(len, work.prompts))}-t{work.num_tokens}",
-        phase="decode",
-        unit="ms",
-        ours=statistics.median(ours),
-        dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[model.dtype],
-        shape=[num, config.num_heads, config.num_kv_heads, 1, longest, config.head_dim],
-        peer=peer,
-        theirs=statistics.median(theirs),
-        num_runs=len(ours),
+def speed(model: Decoder) -> Speed:
+    """The best of ten reads and of ten products."""
+    cuda = model.device.type == "cuda"
+    data = torch.ones((1 << 31 if cuda else 1 << 28) // 4, device=model.device)
+    size = 8192 if cuda else 1024
+    square = torch.ones(size, size, device=model.device, dtype=model.dtype)
+    return Speed(
+        data.nbytes / _best(model, lambda: data.sum()),
+        2 * size**3 / _best(model, lambda: square @ square),
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Tokens a second of each peer beside ours."""
-    lines = []
-    for row in rows:
-        num = row.shape[0] if row.shape else 1
-        assert row.theirs is not None and row.ratio is not None
-        rates = (f"{num * 1e3 / ms:,.0f}" for ms in (row.ours, row.theirs))
-        lines.append([row.case, row.dtype or "", row.peer or "", *rates, f"{row.ratio:.2f}"])
-    return markdown(["case", "dtype", "peer", "tokens/s", "peer's", "ratio"], lines)
+def _best(model: Decoder, run: Callable[[], object]) -> float:
+    best = math.inf
+    for _ in range(10):
+        begin = now(model)
+        run()
+        best = min(best, now(model) - begin)
+    return best
+
+
+def measure(
+    model: Decoder,
+    work: Workload,
+    phase: str,
+    contenders: dict[str, Contender],
+    args: argparse.Namespace,
+) -> dict[str, Measured]:
+    """What each contender that runs takes."""
+    found: dict[str, Measured] = {}
+    ours: list[list[int]] = []
+    for name, prepare in contenders.items():
+        begin = time.perf_counter()
+        try:
+            runs = list(_runs(model, work, prepare, args))
+        except Exception as error:
+            if name == OURS:
+                raise
+            print(f"{name} does not run: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        ours = ours or runs[0].tokens
+        us = [_us(work, run, phase) for run in runs]
+        done = min(run.num_tokens for run in runs)
+        found[name] = Measured(us, done if done < sum(work.counts) else None)
+        print(
+            f"{phase} {name}: {statistics.median(us):.1f} us a token, {done} of "
+            f"{sum(work.counts)} tokens, {_same(ours, runs[0].tokens)} as ours, "
+            f"{time.perf_counter() - begin:.0f} s in all",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found
+
+
+def _runs(
+    model: Decoder, work: Workload, prepare: Contender, args: argparse.Namespace
+) -> Iterator[Served]:
+    """One that compiles what requests need, then --runs that count, none of which finds anything in
+    a cache. Peers compile when they are made ready."""
+    num_warm = 1 if prepare is attnloom_engine else 0
+    for i in range(num_warm + args.runs):
+        run = prepare(model, work)
+        served = run(args.limit)
+        del run
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if i >= num_warm:
+            yield served
+
+
+def _us(work: Workload, run: Served, phase: str) -> float:
+    """Microseconds an output token; those of prompts are no output of decoding."""
+    if phase == "requests":
+        return run.seconds / run.num_tokens * 1e6
+    return run.decode_seconds / (run.num_tokens - len(work.prompts)) * 1e6
+
+
+def _same(ours: list[list[int]], theirs: list[list[int]]) -> int:
+    """How many tokens are the same: all in float32; in bfloat16 near ties part ways."""
+    return sum(
+        a == b for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=False)
+    )
+
+
+def make_rows(
+    model: Decoder, work: Workload, phase: str, found: dict[str, Measured], bound_us: float
+) -> list[Row]:
+    """A row for each peer and the bound."""
+    config = model.config
+    peers = {name: m for name, m in found.items() if name != OURS}
+    peers["bound"] = Measured([bound_us], None)
+    lengths = sorted(map(len, work.prompts))
+    counts = sorted({min(work.counts), max(work.counts)})
+    outputs = "-".join(map(str, counts))
+    return [
+        Row(
+            suite="serving",
+            case=f"r{len(lengths)}-p{lengths[0]}-{lengths[-1]}-t{outputs}",
+            phase=phase,
+            unit="us",
+            ours=statistics.median(found[OURS].us),
+            dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[model.dtype],
+            shape=[
+                work.running,
+                config.num_heads,
+                config.num_kv_heads,
+                1,
+                work.longest,
+                config.head_dim,
+            ],
+            peer=name if m.stopped_at is None else f"{name}, {m.stopped_at} tokens",
+            theirs=statistics.median(m.us),
+            num_runs=len(found[OURS].us),
+        )
+        for name, m in peers.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
+    args = _arguments(argv)
     cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", choices=list(SHAPES), default="8b" if cuda else "small")
-    parser.add_argument("--sequences", type=int, default=32 if cuda else 8)
-    parser.add_argument("--prompt", type=int, default=1024 if cuda else 256)
-    parser.add_argument("--tokens", type=int, default=64 if cuda else 32)
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
-    device = "cuda" if cuda else "cpu"
-    dtype = torch.bfloat16 if cuda else torch.float32
+    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     model = random_decoder(SHAPES[args.shape], device, dtype)
-    rows = measure(model, workload(args, model.config.vocab_size), args)
-    head = rows_module.header("attnloom")
+    model.kernels = {"auto": None, "on": True, "off": False}[args.kernels]
+    vocab = model.config.vocab_size
+    shown = speed(model)
+    print(
+        f"the device reads {shown.bytes_s / 1e9:,.0f} GB/s and multiplies at "
+        f"{shown.flops_s / 1e12:,.1f} TFLOP/s",
+        file=sys.stderr,
+    )
+    contenders: dict[str, Contender] = {OURS: attnloom_engine}
+    contenders |= {name: PEERS[name] for name in args.peers}
+    longest = args.prompt, args.tokens
+    works = {
+        "requests": mixed(args.requests, longest, args.running, args.step_tokens, vocab),
+        "decode": together(args.sequences, args.prompt, args.decode_tokens, vocab),
+    }
+    rows: list[Row] = []
+    for phase in args.phases:
+        work = works[phase]
+        found = measure(model, work, phase, contenders, args)
+        total, decoding = least_seconds(model, work, shown)
+        seconds = total if phase == "requests" else decoding
+        num_tokens = sum(work.counts) - (0 if phase == "requests" else len(work.prompts))
+        rows += make_rows(model, work, phase, found, seconds / num_tokens * 1e6)
+    head = rows_module.header(OURS)
     if args.json:
         rows_module.write(args.json, head, rows)
     print(table(rows))
     print(machine_line(head))
     return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
+    cuda = torch.cuda.is_available()
+
+    def split(text: str) -> list[str]:
+        return [part for part in text.split(",") if part]
+
+    parser.add_argument("--shape", choices=list(SHAPES), default="8b" if cuda else "small")
+    parser.add_argument("--phases", type=split, default=["requests", "decode"])
+    parser.add_argument("--requests", type=int, default=256 if cuda else 16)
+    parser.add_argument("--running", type=int, default=64 if cuda else 8)
+    parser.add_argument("--step-tokens", type=int, default=2048 if cuda else 256)
+    parser.add_argument("--prompt", type=int, default=1024 if cuda else 256)
+    parser.add_argument("--tokens", type=int, default=256 if cuda else 32)
+    parser.add_argument("--sequences", type=int, default=32 if cuda else 8)
+    parser.add_argument("--decode-tokens", type=int, default=64 if cuda else 32)
+    parser.add_argument("--peers", type=split, default=list(PEERS))
+    parser.add_argument("--limit", type=float, default=40.0)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--kernels", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Who decodes in benchmarks.serving: the same decoder over three caches, each step greedy.
+"""Who serves in benchmarks.serving: the same decoder over three caches, each step greedy.
 
-`attnloom` is the whole engine: scheduler, paged cache, sampling. The peers are bare loops over one
-batch whose sequences begin and end together, the best case for them.
+`attnloom` is the whole engine with its defaults: scheduler, paged cache, sampling, graphs. Peers
+are bare loops: a batch of as many sequences, whose prompts are computed one by one without padding
+and which then decode until the last one is done. They get what helps them: requests sorted by
+output, and steps as CUDA graphs where torch can capture them.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,71 +20,48 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from attnloom.serving import Decoder, Engine, Limits, Request, SamplingParams
 from attnloom.serving.config import LayerAttention
+from benchmarks.serving_work import PAGE_SIZE, Contender, Run, Served, Workload
 
-PAGE_SIZE = 128  # torch's masks are made of blocks of 128
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """prompts: of different lengths; num_tokens of output for each."""
-
-    prompts: list[list[int]]
-    num_tokens: int
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence at the end, in whole pages."""
-        longest = max(map(len, self.prompts)) + self.num_tokens
-        return -(-longest // PAGE_SIZE) * PAGE_SIZE
+_WARM_UP = 3  # eager steps before a capture
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """tokens: output of each sequence. seconds: of all steps after the first token."""
-
-    tokens: list[list[int]]
-    seconds: float
-
-
-Decode = Callable[[Decoder, Workload], Decoded]
-
-
-@torch.inference_mode()
-def attnloom_engine(model: Decoder, work: Workload) -> Decoded:
-    """Our engine, from the moment at which every sequence has its first token."""
+def attnloom_engine(model: Decoder, work: Workload) -> Run:
+    """Our engine; requests are queued at once."""
     num, pages = len(work.prompts), work.longest // PAGE_SIZE
-    # All prompts in the first step, so that all decode together as the peers' do.
-    limits = Limits(num, sum(map(len, work.prompts)), num, work.longest)
-    engine = Engine(model, None, limits, num_pages=num * pages, page_size=PAGE_SIZE)
+    limits = Limits(work.running, work.step_tokens, num, work.longest)
+    engine = Engine(model, None, limits, num_pages=work.running * pages, page_size=PAGE_SIZE)
     engine.warm_up()
-    found: dict[str, list[int]] = {}
-    for prompt in work.prompts:
-        params = SamplingParams(temperature=0, max_tokens=work.num_tokens, ignore_eos=True)
-        found[engine.add(Request(tuple(prompt), params))] = []
 
-    def step() -> None:
-        for output in engine.step():
-            found[output.name] += output.tokens
+    def run(limit: float) -> Served:
+        found: dict[str, list[int]] = {}
+        start, until = now(model), time.perf_counter() + limit
+        for prompt, count in zip(work.prompts, work.counts, strict=True):
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            found[engine.add(Request(tuple(prompt), params))] = []
+        begun = start
+        while engine.busy and time.perf_counter() < until:
+            decoding = all(found.values())
+            for output in engine.step():
+                found[output.name] += output.tokens
+            if not decoding:
+                begun = now(model)
+        end = now(model)
+        return Served(list(found.values()), end - start, end - begun)
 
-    step()
-    assert all(map(len, found.values()))
-    begin = now(model)
-    while engine.busy:
-        step()
-    return Decoded(list(found.values()), now(model) - begin)
+    return run
 
 
 class PaddedCache:
     """Keys and values in [B, Hkv, MAX_LEN, D] tensors, attended by SDPA with a mask of lengths."""
 
-    def __init__(self, model: Decoder, work: Workload) -> None:
-        config, num = model.config, len(work.prompts)
-        shape = (config.num_layers, 2, num, config.num_kv_heads, work.longest, config.head_dim)
+    def __init__(self, model: Decoder, num: int, longest: int) -> None:
+        config = model.config
+        shape = (config.num_layers, 2, num, config.num_kv_heads, longest, config.head_dim)
         self._stored = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self._entries = torch.arange(num, device=model.device)
-        self._at = torch.arange(work.longest, device=model.device)
+        self._at = torch.arange(longest, device=model.device)
         self._positions = self._entries
-        self._mask = self._at
+        self._bias = torch.zeros(())
 
     def fill(self, layer: LayerAttention, b: int, key: Tensor, value: Tensor) -> None:
         """Keys and values [L, Hkv, D] of a prompt."""
@@ -92,19 +71,21 @@ class PaddedCache:
     def begin(self, positions: Tensor) -> None:
         """Before the layers of a step: the position of each sequence's token."""
         self._positions = positions
-        self._mask = (self._at <= positions[:, None])[:, None, None]
+        hidden = (self._at > positions[:, None])[:, None, None]
+        self._bias = torch.zeros_like(hidden, dtype=self._stored.dtype).masked_fill(
+            hidden, -torch.inf
+        )
 
     def __call__(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._stored[layer.index]
         keys[self._entries, :, self._positions] = key
         values[self._entries, :, self._positions] = value
+        # Heads that share keys as rows of one query: no copies of keys, and SDPA's fused kernels,
+        # which take a mask or groups of heads, but not both.
+        groups = query.unflatten(1, (keys.size(1), -1))  # [B, Hkv, G, D]
+        bias = self._bias.expand(-1, keys.size(1), groups.size(2), -1)
         out = functional.scaled_dot_product_attention(
-            query[:, :, None],
-            keys,
-            values,
-            attn_mask=self._mask,
-            scale=layer.scale,
-            enable_gqa=True,
+            groups, keys, values, attn_mask=bias, scale=layer.scale
         )
         return out.flatten(1)
 
@@ -112,24 +93,23 @@ class PaddedCache:
 class TorchPagedCache:
     """torch's experimental PagedAttention with compiled flex_attention."""
 
-    def __init__(self, model: Decoder, work: Workload) -> None:
+    def __init__(self, model: Decoder, num: int, longest: int) -> None:
         from torch.nn.attention.experimental._paged_attention import PagedAttention
 
-        config, num = model.config, len(work.prompts)
-        width = work.longest // PAGE_SIZE
+        config, width = model.config, longest // PAGE_SIZE
         self._device = model.device
         self._paged: Any = PagedAttention(num * width, PAGE_SIZE, num, device=str(model.device))
         for b in range(num):
             entry = torch.tensor([b], device=model.device)
-            self._paged.reserve(entry, torch.tensor([work.longest], device=model.device))
-        shape = (config.num_layers, 2, 1, config.num_kv_heads, num * work.longest, config.head_dim)
+            self._paged.reserve(entry, torch.tensor([longest], device=model.device))
+        shape = (config.num_layers, 2, 1, config.num_kv_heads, num * longest, config.head_dim)
         self._stored = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self._entries = torch.arange(num, device=model.device)
         self._blocks = torch.arange(width, device=model.device, dtype=torch.int32)
         self._positions = self._entries
         self._mask: Any = None
         self._flex: Any = torch.compile(torch_flex.flex_attention, dynamic=False)
-        self._kv_len = torch.full((num,), work.longest, device=model.device)
+        self._kv_len = torch.full((num,), longest, device=model.device)
 
     def fill(self, layer: LayerAttention, b: int, key: Tensor, value: Tensor) -> None:
         """Keys and values [L, Hkv, D] of a prompt."""
@@ -187,42 +167,109 @@ class _Prompt:
         return out[0].transpose(0, 1).flatten(1)
 
 
-@torch.inference_mode()
-def _loop(
-    cache_type: Callable[[Decoder, Workload], Any], model: Decoder, work: Workload
-) -> Decoded:
-    assert not any(model.config.windows) and model.config.softcap is None
-    cache = cache_type(model, work)
-    first = []
-    for b, prompt in enumerate(work.prompts):
-        tokens = torch.tensor(prompt, device=model.device)
-        places = torch.arange(len(prompt), device=model.device)
-        logits = model(tokens, places, _Prompt(cache, b), places[-1:])
-        first.append(logits.argmax(-1))
-    tokens = torch.cat(first)
-    positions = torch.tensor([len(p) for p in work.prompts], device=model.device)
-    found = [tokens.tolist()]
-    begin = now(model)
-    for _ in range(work.num_tokens - 1):
-        cache.begin(positions)
-        tokens = model(tokens, positions, cache).argmax(-1)
-        positions = positions + 1
-        found.append(tokens.tolist())  # as a server would need it
-    seconds = now(model) - begin
-    return Decoded([list(row) for row in zip(*found, strict=True)], seconds)
+class _Batch:
+    """Sequences that are served from their prompts to the end of the longest, over one cache."""
+
+    def __init__(self, model: Decoder, cache: Any, num: int) -> None:
+        assert not any(model.config.windows) and model.config.softcap is None
+        self._model, self._cache = model, cache
+        self._tokens = torch.zeros(num, dtype=torch.int64, device=model.device)
+        self._positions = torch.zeros(num, dtype=torch.int64, device=model.device)
+        self._graph = _captured(self._step) if model.device.type == "cuda" else None
+        if self._graph is None:
+            self._step()  # compiles
+
+    def _step(self) -> None:
+        """The tokens that follow, in place."""
+        self._cache.begin(self._positions)
+        logits = self._model(self._tokens, self._positions, self._cache)
+        self._tokens.copy_(logits.argmax(-1))
+        self._positions += 1
+
+    def prompt(self, prompts: list[list[int]]) -> list[list[int]]:
+        """The first token of each."""
+        device = self._model.device
+        for b, prompt in enumerate(prompts):
+            tokens = torch.tensor(prompt, device=device)
+            places = torch.arange(len(prompt), device=device)
+            logits = self._model(tokens, places, _Prompt(self._cache, b), places[-1:])
+            self._tokens[b] = logits[0].argmax()
+        self._positions.copy_(torch.tensor([len(p) for p in prompts]))
+        return [[token] for token in self._tokens.tolist()]
+
+    def decode(self, found: list[list[int]], counts: list[int], until: float) -> None:
+        """Go on until the last sequence has its tokens, or until a time."""
+        for at in range(1, max(counts)):
+            if time.perf_counter() > until:
+                return
+            if self._graph is None:
+                self._step()
+            else:
+                self._graph.replay()
+            tokens = self._tokens.tolist()  # as a server would need it
+            for row, token, count in zip(found, tokens, counts, strict=True):
+                if at < count:
+                    row.append(token)
 
 
-def sdpa(model: Decoder, work: Workload) -> Decoded:
-    """A contiguous cache, padded to the longest sequence."""
-    return _loop(PaddedCache, model, work)
+def _captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    """A step as a graph; None, with a note, where torch cannot capture it."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:
+        print(f"not captured: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
+    return graph
 
 
-def torch_paged(model: Decoder, work: Workload) -> Decoded:
-    """torch's flex_attention over its own pages."""
-    return _loop(TorchPagedCache, model, work)
+def _in_batches(cache_type: Callable[[Decoder, int, int], Any], one_length: bool) -> Contender:
+    """A contender that serves batch after batch.
+
+    one_length: all caches are as long as the longest, as a compiler wants it; else each as its
+    batch needs.
+    """
+
+    @torch.inference_mode()
+    def prepare(model: Decoder, work: Workload) -> Run:
+        batches = work.batches()
+        parts = [work.part(requests) for requests in batches]
+        sizes = [(len(part.prompts), (work if one_length else part).longest) for part in parts]
+        made = {size: _Batch(model, cache_type(model, *size), size[0]) for size in {*sizes}}
+        made[sizes[0]].prompt(parts[0].prompts[:1])  # kernels are loaded
+
+        @torch.inference_mode()
+        def run(limit: float) -> Served:
+            tokens: list[list[int]] = [[] for _ in work.prompts]
+            start, decoding = now(model), 0.0
+            until = time.perf_counter() + limit
+            for requests, part, size in zip(batches, parts, sizes, strict=True):
+                if time.perf_counter() > until:
+                    break
+                batch = made[size]
+                found = batch.prompt(part.prompts)
+                begun = now(model)
+                batch.decode(found, part.counts, until)
+                decoding += now(model) - begun
+                for i, row in zip(requests, found, strict=True):
+                    tokens[i] = row
+            return Served(tokens, now(model) - start, decoding)
+
+        return run
+
+    return prepare
 
 
-PEERS: dict[str, Decode] = {"sdpa": sdpa, "torch-flex": torch_paged}
+PEERS: dict[str, Contender] = {
+    "sdpa": _in_batches(PaddedCache, one_length=False),
+    "torch-flex": _in_batches(TorchPagedCache, one_length=True),
+}
 
 
 def now(model: Decoder) -> float:
