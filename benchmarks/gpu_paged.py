@@ -1,4 +1,5 @@
-"""Decode over pages beside decode over one tensor, with the same kernel, mask and lengths."""
+"""Decode over pages beside decode over one tensor: with the same kernel, mask and lengths, and by
+SDPA's FlashAttention 2, which has no pages."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ import torch
 
 from attnloom import PagedKV, PageTable, create_block_mask, flex_attention
 from benchmarks.gpu import alternate
-from benchmarks.gpu_cases import DEVICE
+from benchmarks.gpu_cases import DEVICE, GpuCase
+from benchmarks.gpu_peers import CONTENDERS
 from benchmarks.rows import Row
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
-# (B, Hq, Hkv, KV_LEN, D)
-SHAPES = ((32, 16, 16, 4096, 64), (32, 32, 8, 4096, 128))
+# One query, which sees all keys: causal from the end of them.
+SHAPES = (GpuCase("full", 32, 16, 16, 1, 4096, 64), GpuCase("full", 32, 32, 8, 1, 4096, 128))
+PEERS = ("contiguous", "sdpa-flash")
 _OPTIONS: Any = {"backend": "triton"}
 _AGREEMENT = 2e-2
-
-Shape = tuple[int, int, int, int, int]
 
 
 def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -28,53 +29,55 @@ def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 def paged_suite(keeps: Callable[[str], bool]) -> Iterator[Row]:
     """One query against caches of one length; pages lie in random order."""
-    for shape in SHAPES:
-        batch, heads, kv_heads, length, head_dim = shape
-        name = f"b{batch}-h{heads}-g{heads // kv_heads}-s{length}-d{head_dim}"
+    for case in SHAPES:
+        name = f"b{case.batch}-h{case.heads}-g{case.heads // case.kv_heads}-s{case.kv_len}"
+        name += f"-d{case.head_dim}"
         if not keeps(name):
             continue
-        runs = _runs(shape)
+        runs = _runs(case)
         outputs = {label: run() for label, run in runs.items()}
         for label, out in outputs.items():
             error = float((out - outputs["contiguous"]).abs().max())
             if not error <= _AGREEMENT:
                 raise RuntimeError(f"{name}: {label} differs from contiguous by {error:.3g}")
         samples = alternate(runs)
-        whole = samples.pop("contiguous")
+        theirs = {peer: samples.pop(peer) for peer in PEERS}
         for label, ours in samples.items():
-            yield Row(
-                "paged",
-                f"{label}-{name}",
-                "decode",
-                "ms",
-                ours.median_ms,
-                dtype="bf16",
-                shape=[batch, heads, kv_heads, 1, length, head_dim],
-                peer="contiguous",
-                theirs=whole.median_ms,
-                ours_p10=ours.p10_ms,
-                ours_p90=ours.p90_ms,
-                theirs_p10=whole.p10_ms,
-                theirs_p90=whole.p90_ms,
-                num_runs=ours.num_runs,
-            )
+            for peer, sample in theirs.items():
+                yield Row(
+                    "paged",
+                    f"{label}-{name}",
+                    "decode",
+                    "ms",
+                    ours.median_ms,
+                    dtype="bf16",
+                    shape=case.shape,
+                    peer=peer,
+                    theirs=sample.median_ms,
+                    ours_p10=ours.p10_ms,
+                    ours_p90=ours.p90_ms,
+                    theirs_p10=sample.p10_ms,
+                    theirs_p90=sample.p90_ms,
+                    num_runs=ours.num_runs,
+                )
 
 
-def _runs(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
-    """Attention over the same keys and values in one tensor and in pages of each size."""
-    batch, heads, kv_heads, length, head_dim = shape
-    draw = torch.Generator(device=DEVICE).manual_seed(0)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=draw, dtype=torch.bfloat16, device=DEVICE)
-
-    query = normal(batch, heads, 1, head_dim)
-    key, value = (normal(batch, kv_heads, length, head_dim) for _ in range(2))
+def _runs(case: GpuCase) -> dict[str, Callable[[], torch.Tensor]]:
+    """Attention over the same keys and values in one tensor, the peers', and in pages of each
+    size."""
+    batch, length = case.batch, case.kv_len
+    query, key, value = case.inputs()
     lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
     mask = create_block_mask(_causal, None, None, length, length, DEVICE)
     attend = functools.partial(flex_attention, query, enable_gqa=True, kernel_options=_OPTIONS)
     whole = functools.partial(attend, key, value, block_mask=mask.for_decode(lengths))
-    runs: dict[str, Callable[[], torch.Tensor]] = {"contiguous": whole}  # type: ignore[dict-item]
+    flash = CONTENDERS["sdpa-flash"].prepare(case, None)
+    assert flash is not None
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "contiguous": whole,  # type: ignore[dict-item]
+        "sdpa-flash": functools.partial(flash, query, key, value),
+    }
+    draw = torch.Generator(device=DEVICE).manual_seed(1)
     for page_size in PAGE_SIZES:
         num_pages = length // page_size
         places = torch.randperm(batch * num_pages, generator=draw, device=DEVICE)

@@ -92,6 +92,10 @@ GPU_TARGETS = (
         worst_ratio, 0.98, "x", "decode", True, None, ("contiguous",), suites=("paged",),
     ),
     Target(
+        "decode over pages of 16 to 256 tokens, over FlashAttention 2 in one tensor, worst case",
+        worst_ratio, 1.0, "x", "decode", True, None, ("sdpa-flash",), suites=("paged",),
+    ),
+    Target(
         "BlockMask of 131,072 tokens, eager call",
         largest, 1.0, "ms", "build", case="s131072", suites=("gpu-mask",),
     ),

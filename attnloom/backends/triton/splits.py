@@ -13,6 +13,7 @@ from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.fields import ForwardConfig, Tensors, value_of
 
 _MAX_SPLITS = 128
+_TILES_TO_BEGIN = 2
 _MERGED_ELEMENTS = 8192  # of partial_acc at once: 64 registers a thread of 4 warps
 
 
@@ -78,13 +79,14 @@ def merge_options(config: MergeConfig) -> dict[str, Any]:
 def num_splits(num_programs: int, num_tiles: int, slots: int) -> int:
     """Splits of each program's keys that finish soonest on `slots` programs at a time.
 
-    The time is the number of rounds over the splits, and a twentieth more where splits must be
-    merged."""
+    The time is that of the tiles of a split, and of two more until its first copies are there, in
+    each round; and a twentieth more where splits must be merged."""
     most = max(1, min(_MAX_SPLITS, num_tiles // 2, 2 * slots // num_programs))
 
     def cost(splits: int) -> float:
         rounds = -(-num_programs * splits // slots)
-        return rounds / splits * (1.05 if splits > 1 else 1.0)
+        tiles = -(-num_tiles // splits) + _TILES_TO_BEGIN
+        return rounds * tiles * (1.05 if splits > 1 else 1.0)
 
     return min(range(1, most + 1), key=lambda n: (round(cost(n), 6), n))
 
