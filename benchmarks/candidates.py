@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar
 from unittest import mock
 
 from attnloom.backends.gluon import configs_backward, configs_forward
+from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton.configs import Tile, clamped
 from attnloom.backends.triton.splits import Splitting
 from benchmarks.gpu_cases import GpuCase
@@ -79,6 +80,21 @@ class GluonBackward(Change):
             (ready_backward, "form_of", lambda operands: self.form),
             (launch_backward, "FEW_SPILLS", _UNLIMITED),
         ]
+
+
+@dataclass(frozen=True)
+class FineGluonBackward(GluonBackward):
+    """The same in blocks of a step's queries and a program's keys, where the mask's are larger."""
+
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
+        from attnloom.backends.gluon import launch_backward
+        from attnloom.backends.triton.refined import refined
+
+        def backward(call: AttentionCall, *rest: Any) -> Gradients:
+            return given(refined(call, _FINE), *rest)
+
+        given = launch_backward.backward
+        return [*super().exchanged(), (launch_backward, "backward", backward)]
 
 
 @dataclass(frozen=True)
@@ -152,11 +168,45 @@ _KEYS_WIDE_FROM_0 = configs_backward.form_for(128, 128, may_mask=True, may_fold=
 _KEYS_NARROW = configs_backward.form_for(64, 64, may_mask=False, may_fold=False)
 _KEYS_NARROW_MASKED = configs_backward.form_for(64, 64, may_mask=True, may_fold=True)
 
+_WIDE = configs_forward.forms(128, 128, 128)[0]
+_FINE = (configs_backward.STEP, configs_backward.KEYS)
+
+_CAUSAL = GpuCase("causal", 4, 16, 16, 8192, 8192, 128)
+_DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
+_LONG_DOCUMENTS = GpuCase("documents12", 4, 16, 16, 8192, 8192, 128)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
 _DECODE_FEW = GpuCase("full", 8, 32, 8, 1, 32768, 128)
 _DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
 
 CANDIDATES = (
+    Candidate(
+        "relaxed draws",
+        GluonForward(replace(_WIDE, relaxed=True)),
+        (_DOCUMENTS, _CAUSAL),
+        24,
+        "a fence of the producer's memory, and the first-level cache, with each tile",
+    ),
+    Candidate(
+        "Gluon backward, documents",
+        GluonBackward(_KEYS_WIDE),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        136,
+        "5 products of 128 keys instead of 7 of 64; it starts from -lse and -delta now",
+    ),
+    Candidate(
+        "Gluon backward, documents, narrow ids",
+        GluonBackward(replace(_KEYS_WIDE, narrow=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        152,
+        "and half as much to look up and compare",
+    ),
+    Candidate(
+        "Gluon backward, documents, blocks of 64 x 128",
+        FineGluonBackward(replace(_KEYS_WIDE, narrow=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        152,
+        "and 7% (4%) of the steps",
+    ),
     Candidate(
         "Gluon backward, D=80 in 128",
         GluonBackward(_KEYS_WIDE),

@@ -18,28 +18,29 @@ from attnloom.masking.lists import BlockLists, TileGrid, lists_from_keys
 _SCORES_AT_ONCE = 1 << 24
 
 
-def refine(bound: BoundProgram, lists: BlockLists, side: int) -> BlockLists:
-    """The same live scores in tiles of side x side tokens, which divides both block sizes.
+def refine(bound: BoundProgram, lists: BlockLists, sides: tuple[int, int]) -> BlockLists:
+    """The same live scores in tiles of sides[0] queries x sides[1] keys, which divide those of the
+    blocks.
 
     Waits for the device: the number of tiles is not known before. `tells_apart` must hold.
     """
     assert tells_apart(bound, lists)
-    parts = lists.q_block // side, lists.kv_block // side
+    parts = lists.q_block // sides[0], lists.kv_block // sides[1]
     device = lists.entries.device
     unit, q_block, kv_block = _places(lists)
     down, across = (torch.arange(n, device=device) for n in parts)
     q_tile = q_block[:, None, None] * parts[0] + down[:, None]  # [entries, parts, 1]
     kv_tile = kv_block[:, None, None] * parts[1] + across  # [entries, 1, parts]
-    live = (q_tile * side < lists.q_len) & (kv_tile * side < lists.kv_len)
+    live = (q_tile * sides[0] < lists.q_len) & (kv_tile * sides[1] < lists.kv_len)
     full = torch.ones_like(live)
     mixed = (lists.entries & 1).nonzero().squeeze(1)
     for some in mixed.split(max(1, _SCORES_AT_ONCE // (lists.q_block * lists.kv_block))):
         any_kept, all_kept = _evaluate(
-            bound, lists, side, (unit[some], q_block[some], kv_block[some])
+            bound, lists, sides, (unit[some], q_block[some], kv_block[some])
         )
         live[some] &= any_kept
         full[some] = all_kept
-    grid = TileGrid(lists.num_batches, lists.num_heads, lists.q_len, lists.kv_len, side, side)
+    grid = TileGrid(lists.num_batches, lists.num_heads, lists.q_len, lists.kv_len, *sides)
     row = unit[:, None, None] * grid.num_q_blocks + q_tile
     entry = kv_tile * 2 + ~full
     made = lists_from_keys(grid, row.expand(live.shape)[live], entry[live])
@@ -65,7 +66,7 @@ def _places(lists: BlockLists) -> Places:
 
 
 def _evaluate(
-    bound: BoundProgram, lists: BlockLists, side: int, places: Places
+    bound: BoundProgram, lists: BlockLists, sides: tuple[int, int], places: Places
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whether some and whether all scores of each small tile are kept: [entries, parts, parts]."""
     unit, q_block, kv_block = (x[:, None, None] for x in places)
@@ -80,7 +81,8 @@ def _evaluate(
     }
     (kept,) = interpret(bound, positions)
     inside = (q < lists.q_len) & (kv < lists.kv_len)
-    shape = (-1, lists.q_block // side, side, lists.kv_block // side, side)
+    down, across = lists.q_block // sides[0], lists.kv_block // sides[1]
+    shape = (-1, down, sides[0], across, sides[1])
     some = (kept & inside).reshape(shape).amax((2, 4))
     every = (kept | ~inside).reshape(shape).amin((2, 4))
     return some, every

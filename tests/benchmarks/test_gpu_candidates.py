@@ -40,6 +40,8 @@ def test_candidates_are_not_what_is_in_use() -> None:
             head_dim = case.head_dim
             assert change.form not in configs_forward.forms(head_dim, head_dim, 128)
         elif isinstance(change, GluonBackward) and case.head_dim == 128 and not case.score:
+            if case.mask == "documents12":
+                continue  # which `auto` leaves to the portable kernels
             assert change.form != configs_backward.form_for(128, 128, True, may_fold=True)
         elif isinstance(change, PortableSplits):
             assert change.splitting != SPLITTING

@@ -8,7 +8,7 @@ import torch
 import attnloom
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.launch import TritonBackend
-from attnloom.backends.triton.refined import SIDE, refined
+from attnloom.backends.triton.refined import SIDES, refined
 from attnloom.plan.problem import KernelOptions
 from attnloom.trace.tracer import trace_mask
 
@@ -39,10 +39,10 @@ def make_call(length: int, side: int) -> AttentionCall:
 @pytest.mark.parametrize("length", [1024, 1500])
 def test_gradients_are_those_of_small_blocks(length: int) -> None:
     backend = TritonBackend()
-    coarse, fine = make_call(length, 128), make_call(length, SIDE)
+    coarse, fine = make_call(length, 128), make_call(length, SIDES[0])
     assert refined(fine) is fine
     again = refined(coarse)
-    assert again.blocks is not None and again.blocks.q_block == SIDE
+    assert again.blocks is not None and again.blocks.q_block == SIDES[0]
     assert refined(coarse).blocks is again.blocks
     result = backend.forward(coarse, False)
     dout = torch.randn_like(result.out)

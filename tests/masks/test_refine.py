@@ -41,18 +41,21 @@ def dense(lists: BlockLists) -> torch.Tensor:
     return full[:, : lists.q_len, : lists.kv_len]
 
 
+@pytest.mark.parametrize("sides", [(64, 64), (64, 128), (128, 32)])
 @pytest.mark.parametrize("mod", [causal, documents, by_head])
 @pytest.mark.parametrize("lengths", [(600, 600), (500, 300), (128, 256)])
-def test_the_same_lists_as_built_small(mod: Callable, lengths: tuple[int, int]) -> None:
+def test_the_same_lists_as_built_small(
+    mod: Callable, lengths: tuple[int, int], sides: tuple[int, int]
+) -> None:
     heads = (2, 3) if mod is by_head else (None, None)
     coarse, fine = (
         attnloom.create_block_mask(mod, *heads, *lengths, "cpu", BLOCK_SIZE=side).lists()
-        for side in (128, 64)
+        for side in (128, sides)
     )
     if mod is by_head and min(coarse.num_heads, coarse.num_batches) == 1:
         assert not tells_apart(trace_mask(mod, CPU), coarse)
         return
-    made = refine(trace_mask(mod, CPU), coarse, 64)
+    made = refine(trace_mask(mod, CPU), coarse, sides)
     assert made.grid == fine.grid
     assert torch.equal(made.row_offsets, fine.row_offsets)
     assert torch.equal(made.entries, fine.entries)
@@ -64,7 +67,7 @@ def test_what_the_lists_leave_out_stays_out() -> None:
     entries = torch.tensor([0, 1, 3, 2, 5], dtype=torch.int32)
     offsets = torch.tensor([0, 1, 3, 4, 5])
     given = BlockLists(offsets, entries, 1, 1, 128, 128, 512, 512)
-    made = refine(trace_mask(causal, CPU), given, 64)
+    made = refine(trace_mask(causal, CPU), given, (64, 64))
     assert whole.grid == given.grid
     before, after = dense(given), dense(made)
     assert bool((after[before == 0] == 0).all())
@@ -77,7 +80,7 @@ def test_what_the_lists_leave_out_stays_out() -> None:
 def test_positions_of_views_are_shifted() -> None:
     mask = attnloom.create_block_mask(documents, None, None, 512, 512, "cpu").rows(256, 512)
     lists = mask.lists()
-    made = refine(trace_mask(mask.mask_mod, CPU), lists, 64)
+    made = refine(trace_mask(mask.mask_mod, CPU), lists, (64, 64))
     small = attnloom.create_block_mask(documents, None, None, 512, 512, "cpu", BLOCK_SIZE=64)
     expected = small.rows(256, 512).lists()
     assert (made.q_offset, made.kv_offset) == (lists.q_offset, lists.kv_offset)

@@ -37,7 +37,7 @@ class ForwardSm90Config(Sm90Config):
     NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
-    PANELS: as many tiles of D or DV columns cover a head dimension.
+    PANELS: as many tiles of D or DV columns cover a head dimension. RELAXED: see forward_load.py.
     """
 
     CONSUMERS: int
@@ -46,6 +46,7 @@ class ForwardSm90Config(Sm90Config):
     PANELS: int
     OVERLAP: bool
     OUT_IN_Q: bool
+    RELAXED: bool
     APART: bool
     NEEDS_KEYS: bool
     MAY_BE_EMPTY: bool
@@ -110,6 +111,7 @@ def config_of(
         PANELS=form.panels,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
+        RELAXED=form.relaxed,
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],
         SUB=1 if blocks is None else per_block(blocks.kv_block, form.tile_n),

@@ -19,7 +19,7 @@ from attnloom.block_mask import BlockLists
 from attnloom.ir.node import BoundProgram
 from attnloom.masking.refine import refine, tells_apart
 
-SIDE = 64
+SIDES = (64, 64)  # queries and keys
 # Below it a launch takes longer than the kernel does.
 _SHORTEST = 1024
 # Live blocks a row at most, on average, and blocks in all (each is evaluated once).
@@ -32,12 +32,13 @@ _WORTH = 0.9
 _cache: dict[tuple[object, ...], BlockLists | None] = {}
 
 
-def refined(call: AttentionCall) -> AttentionCall:
-    """The call with blocks of SIDE x SIDE where that leaves out enough; computed once a mask."""
+def refined(call: AttentionCall, sides: tuple[int, int] = SIDES) -> AttentionCall:
+    """The call with blocks of these sides where that leaves out enough; computed once a mask."""
     blocks, mask = call.blocks, call.mask
-    if blocks is None or mask is None or not call.query.is_cuda or not _has_few(blocks):
+    if blocks is None or mask is None or not call.query.is_cuda or not _has_few(blocks, sides):
         return call
     key = (
+        sides,
         id(blocks.row_offsets),
         id(blocks.entries),
         blocks.q_len,
@@ -51,25 +52,25 @@ def refined(call: AttentionCall) -> AttentionCall:
     if key not in _cache:
         if is_capturing(blocks.entries):
             return call  # to count tiles is to wait for the device
-        _cache[key] = _refined(mask, blocks)
+        _cache[key] = _refined(mask, blocks, sides)
         for tensor in (blocks.row_offsets, blocks.entries, *mask.tensors):
             weakref.finalize(tensor, _cache.pop, key, None)
     found = _cache[key]
     return call if found is None else replace(call, blocks=found)
 
 
-def _has_few(blocks: BlockLists) -> bool:
+def _has_few(blocks: BlockLists, sides: tuple[int, int]) -> bool:
     rows, live = blocks.row_offsets.numel() - 1, blocks.entries.numel()
-    return min(blocks.q_block, blocks.kv_block) > SIDE and 0 < live <= min(
-        FEW_BLOCKS * rows, _MOST_BLOCKS
-    )
+    given = blocks.q_block, blocks.kv_block
+    smaller = given != sides and all(g >= side for g, side in zip(given, sides, strict=True))
+    return smaller and 0 < live <= min(FEW_BLOCKS * rows, _MOST_BLOCKS)
 
 
-def _refined(mask: BoundProgram, blocks: BlockLists) -> BlockLists | None:
+def _refined(mask: BoundProgram, blocks: BlockLists, sides: tuple[int, int]) -> BlockLists | None:
     if not tells_apart(mask, blocks):
         return None
     with torch.no_grad():
-        found = refine(mask, blocks, SIDE)
+        found = refine(mask, blocks, sides)
     scores = blocks.entries.numel() * blocks.q_block * blocks.kv_block
-    worth = 0 < found.entries.numel() * SIDE * SIDE <= _WORTH * scores
+    worth = 0 < found.entries.numel() * sides[0] * sides[1] <= _WORTH * scores
     return found if worth else None
