@@ -116,10 +116,12 @@ class PortableForward(Change):
 
 @dataclass(frozen=True)
 class PortableBackward(Change):
-    """Tiles of the key and the row kernel of triton/configs_backward.py."""
+    """Tiles of the key and the row kernel of triton/configs_backward.py. values: of the pass that
+    has dv alone, where there is one; those of keys if None."""
 
     keys: Tile
     rows: Tile
+    values: Tile | None = None
     backend = "triton"
 
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
@@ -128,8 +130,30 @@ class PortableBackward(Change):
 
         return [
             (ready_backward, "configs_backward", tables),
+            (tables, "adds_queries", lambda device, shape: False),
             (tables, "key_tiles", lambda device, shape: (_cut(self.keys, shape),)),
+            (tables, "value_tiles", lambda _, shape: (_cut(self.values or self.keys, shape),)),
             (tables, "row_tiles", lambda device, shape: (_cut(self.rows, shape),)),
+        ]
+
+
+@dataclass(frozen=True)
+class PortableAdding(Change):
+    """dq added to memory by the key kernel: its tile, and that of a pass that has dv alone."""
+
+    keys: Tile
+    values: Tile
+    backend = "triton"
+
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
+        from attnloom.backends.triton import configs_backward as tables
+        from attnloom.backends.triton import ready_backward
+
+        return [
+            (ready_backward, "configs_backward", tables),
+            (tables, "adds_queries", lambda device, shape: True),
+            (tables, "adding_tiles", lambda device, shape: (_cut(self.keys, shape),)),
+            (tables, "value_tiles", lambda device, shape: (_cut(self.values, shape),)),
         ]
 
 
@@ -159,7 +183,7 @@ class Candidate:
 
     @property
     def phase(self) -> str:
-        backward = isinstance(self.change, GluonBackward | PortableBackward)
+        backward = isinstance(self.change, GluonBackward | PortableBackward | PortableAdding)
         return "backward" if backward else "forward"
 
 
@@ -174,6 +198,7 @@ _FINE = (configs_backward.STEP, configs_backward.KEYS)
 _CAUSAL = GpuCase("causal", 4, 16, 16, 8192, 8192, 128)
 _DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
 _LONG_DOCUMENTS = GpuCase("documents12", 4, 16, 16, 8192, 8192, 128)
+_FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
 _DECODE_FEW = GpuCase("full", 8, 32, 8, 1, 32768, 128)
 _DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
@@ -248,6 +273,34 @@ CANDIDATES = (
         (_CAUSAL_192,),
         0,
         "a third stage fits",
+    ),
+    Candidate(
+        "D=192 values, three stages",
+        PortableBackward(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 3)),
+        (_CAUSAL_192, _FULL_192),
+        0,
+        "the pass of dv needs no values in shared memory: a third stage fits",
+    ),
+    Candidate(
+        "D=192, dq added to memory",
+        PortableAdding(Tile(64, 128, 8, 2), Tile(64, 128, 8, 2)),
+        (_CAUSAL_192, _FULL_192),
+        0,
+        "6 products instead of 8; 48 KB of additions a step",
+    ),
+    Candidate(
+        "D=192, dq added to memory; values, three stages",
+        PortableAdding(Tile(64, 128, 8, 2), Tile(64, 128, 8, 3)),
+        (_CAUSAL_192, _FULL_192),
+        0,
+        "both",
+    ),
+    Candidate(
+        "D=128 documents, dq added to memory",
+        PortableAdding(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+        (_DOCUMENTS,),
+        156,
+        "5 products instead of 7, two programs a processor without a pipeline",
     ),
     Candidate(
         "D=192 forward, steps of 32 keys",

@@ -16,13 +16,21 @@ import attnloom
 from attnloom.backends.triton import configs, configs_backward
 from attnloom.backends.triton.configs import Tile
 from attnloom.backends.triton.lists import covering, work_lists
-from benchmarks.candidates import CANDIDATES, PortableBackward, PortableForward, PortableSplits
+from benchmarks.candidates import (
+    CANDIDATES,
+    PortableAdding,
+    PortableBackward,
+    PortableForward,
+    PortableSplits,
+)
 from tests.kernels.cross_compile import TARGETS
 
 # The tables have no others, whatever a head dimension is.
 WIDTHS = (16, 48, 64, 80, 96, 128, 144, 192, 256, 320, 512)
 SIDES = (16, 32, 64, 128, 256)
 LENGTHS = (1, 32, 33, 100_000)
+NAMES = ("key_tiles", "value_tiles", "adding_tiles", "row_tiles")
+TABLES = [getattr(configs_backward, name) for name in NAMES]
 
 
 def limits() -> set[tuple[int, int]]:
@@ -44,8 +52,8 @@ def test_tiles_of_the_backward_divide_every_block(target: str) -> None:
     kinds = itertools.product(WIDTHS, (2, 4, 8), limits(), (False, True), range(3))
     for width, itemsize, (max_m, max_n), adds, work in kinds:
         shape = configs_backward.Shape(width, itemsize, max_m, max_n, adds, work)
-        check(configs_backward.key_tiles(device, shape), max_m, max_n)
-        check(configs_backward.row_tiles(device, shape), max_m, max_n)
+        for table in TABLES:
+            check(table(device, shape), max_m, max_n)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -79,10 +87,10 @@ def test_tiles_of_candidates_are_cut_to_a_block(block: int) -> None:
     for candidate in CANDIDATES:
         width = candidate.cases[0].head_dim
         with candidate.change.installed():
-            if isinstance(candidate.change, PortableBackward):
+            if isinstance(candidate.change, PortableBackward | PortableAdding):
                 shape = configs_backward.Shape(width, 2, block, block, False)
-                check(configs_backward.key_tiles(device, shape), block, block)
-                check(configs_backward.row_tiles(device, shape), block, block)
+                for name in NAMES:
+                    check(getattr(configs_backward, name)(device, shape), block, block)
             elif isinstance(candidate.change, PortableForward | PortableSplits):
                 limits = configs.Shape(width, 2, False, 16, block, 1 << 20)
                 check(configs.forward_tiles(device, limits), 16, block)

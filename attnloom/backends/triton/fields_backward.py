@@ -13,6 +13,7 @@ from attnloom.backends.triton import configs, emit, emit_grad
 from attnloom.backends.triton.arguments import TMA_BOX_BYTES, is_aligned
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.fields import (
+    Chunks,
     dimension_fields,
     fragment_fields,
     operand_type,
@@ -65,6 +66,7 @@ class BackwardConfig(KernelConfig):
     NATURAL: bool
     WANT_DK: bool
     WANT_DV: bool
+    WANT_DQ: bool
     EARLY: bool = False
     SCORE_HEAD: JITFunction | None = None
     SCORE_ROW: JITFunction | None = None
@@ -100,12 +102,14 @@ class DeltaConfig(KernelConfig):
 @dataclass(frozen=True, slots=True)
 class Role:
     """Which kernel, and what of it. own_keys: the key kernel, whose fragments have q and kv
-    exchanged. sinks: how captured gradients leave, None where they do not. peaks: of the row
-    kernel."""
+    exchanged. want_dq: that kernel adds its part of dq to memory, and there is no row kernel.
+    sinks: how captured gradients leave, None where they do not. peaks: of the row kernel.
+    """
 
     own_keys: bool
     want_dk: bool = True
     want_dv: bool = True
+    want_dq: bool = False
     sinks: emit_grad.Sinks | None = None
     peaks: bool = False
 
@@ -125,7 +129,7 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
     return BackwardConfig(
         TILE_M=tile.tile_m,
         TILE_N=tile.tile_n,
-        **dimension_fields(query, value),
+        **_dimensions(operands, role),
         SUB=1 if step_block is None else configs.per_block(step_block, step),
         TILES_PER_BLOCK=1 if owned_block is None else configs.per_block(owned_block, owned),
         HAS_LISTS=blocks is not None,
@@ -143,8 +147,24 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
         NATURAL=operands.by_multiply_adds,
         WANT_DK=role.want_dk,
         WANT_DV=role.want_dv,
+        WANT_DQ=role.want_dq,
         **_fragments(operands, role),
     )
+
+
+def widths_of(operands: Operands, role: Role) -> tuple[Chunks, Chunks]:
+    """Chunks of D and of Dv. Where dq is added to memory they are alike, so that its parts leave
+    by one buffer, one after the other."""
+    cover = configs.panels if role.want_dq and operands.uses_tma else configs.chunks
+    return cover(operands.query.size(3)), cover(operands.value.size(3))
+
+
+def _dimensions(operands: Operands, role: Role) -> dict[str, int]:
+    names = ("D0", "D1", "D2"), ("E0", "E1", "E2")
+    found = dimension_fields(operands.query, operands.value)
+    for letters, widths in zip(names, widths_of(operands, role), strict=True):
+        found |= dict(zip(letters, widths, strict=True))
+    return found
 
 
 def stats_by_tma(operands: Operands, tile: configs.Tile) -> bool:

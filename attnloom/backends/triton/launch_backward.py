@@ -14,7 +14,6 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnloom.backends.registry import AttentionCall, Gradients
-from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
 from attnloom.backends.triton.arguments import bind, descriptors, is_aligned, steps
 from attnloom.backends.triton.backward import delta_kernel
@@ -28,7 +27,15 @@ from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_double, pack_ints
-from attnloom.backends.triton.ready_backward import Ready, both_fit, first, known, pitch_of, run
+from attnloom.backends.triton.ready_backward import (
+    Ready,
+    adds_queries,
+    both_fit,
+    first,
+    known,
+    pitch_of,
+    run,
+)
 from attnloom.backends.triton.transposed import transposed_lists
 
 _NO_LISTS = (0.0,) * 12
@@ -51,10 +58,12 @@ def backward(
     stats = _row_statistics(operands)
     captured = Captured.of(call)
     scales: torch.Tensor | None = None
-    peaks = _run_rows(operands, stats, captured)
-    if captured is not None and captured.needs_peaks:
-        scales = captured.scales(peaks)
-    for role in _key_roles(operands, captured):
+    added = captured is None and adds_queries(operands)
+    if not added:
+        peaks = _run_rows(operands, stats, captured)
+        if captured is not None and captured.needs_peaks:
+            scales = captured.scales(peaks)
+    for role in _key_roles(operands, captured, added):
         _run_keys(operands, stats, role, captured, scales)
     query, key, value = call.query, call.key, call.value
     dtensors: tuple[torch.Tensor | None, ...] = ()
@@ -89,23 +98,27 @@ def first_launches(operands: Operands) -> list[Launch]:
     call, stats = operands.call, _empty_statistics(operands)
     if call.score is not None and any(t.requires_grad for t in call.score.program.tensors):
         return []
-    rows = first(operands, Role(own_keys=False))
-    found: list[Launch] = [
-        (_prepare_delta(operands), _delta_arguments(operands, stats)),
-        (rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)),
-    ]
-    for role in _key_roles(operands, None):
+    added = adds_queries(operands)
+    found: list[Launch] = [(_prepare_delta(operands), _delta_arguments(operands, stats))]
+    if not added:
+        rows = first(operands, Role(own_keys=False))
+        found.append((rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)))
+    for role in _key_roles(operands, None, added):
         ready = first(operands, role)
         dk, dv = operands.dk, operands.dv
         if ready.parts > 1:
             dk = dv = stats[None, None]  # of the same type as sums of parts
-        found.append((ready.launch, _key_arguments(operands, ready, (dk, dv, stats), _NO_SINKS)))
+        dq_sum = stats if role.want_dq else None
+        args = _key_arguments(operands, ready, (dk, dv, stats), _NO_SINKS, dq_sum)
+        found.append((ready.launch, args))
     return found
 
 
-def _key_roles(operands: Operands, captured: Captured | None) -> tuple[Role, ...]:
+def _key_roles(operands: Operands, captured: Captured | None, added: bool) -> tuple[Role, ...]:
+    """added: dq is, to memory."""
     adds = captured is not None and not all(captured.form.stores)
-    role = Role(own_keys=True, sinks=captured.form if captured is not None and adds else None)
+    sinks = captured.form if captured is not None and adds else None
+    role = Role(own_keys=True, want_dq=added, sinks=sinks)
     if both_fit(operands):
         return (role,)
     return replace(role, want_dv=False), Role(own_keys=True, want_dk=False)
@@ -118,15 +131,17 @@ def backward_again(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> BackwardAgain | None:
-    """See `registry.Backend`; None for launches that are Triton's, captured gradients, and keys
-    whose queries are divided among programs."""
+    """See `registry.Backend`; None for launches that are Triton's, captured gradients, keys whose
+    queries are divided among programs, and where dq is added to memory."""
     found = operands_of_aliases(call, out, lse, dout, dlse)
     if found is None:
         return None
     operands, sources = found
+    if adds_queries(operands):
+        return None
     stats = _empty_statistics(operands)
     delta, rows = _delta.get(operands.signature), known(operands, Role(own_keys=False))
-    keys = [known(operands, role) for role in _key_roles(operands, None)]
+    keys = [known(operands, role) for role in _key_roles(operands, None, False)]
     if delta is None or rows is None:
         return None
     sources = (*sources, stats)
@@ -202,12 +217,12 @@ def _strides(*tensors: torch.Tensor) -> tuple[float, ...]:
     return pack_ints([step for tensor in tensors for step in steps(tensor)])
 
 
-def _sources(operands: Operands, tile: configs.Tile) -> tuple[object, ...]:
+def _sources(operands: Operands, ready: Ready) -> tuple[object, ...]:
     """q, k, v and dout in chunks: TMA descriptors, or the same pointer three times."""
     query, key, value, dout = operands.inputs
     if not operands.uses_tma:
         return tuple(t for t in (query, key, value, dout) for _ in range(3))
-    widths, value_widths = configs.chunks(query.size(3)), configs.chunks(value.size(3))
+    tile, (widths, value_widths) = ready.tile, ready.widths
     return (
         *descriptors(query, tile.tile_m, widths),
         *descriptors(key, tile.tile_n, widths),
@@ -252,7 +267,7 @@ def _row_arguments(
         work = work_lists(call.blocks, ready.tile.tile_m)
         lists = (_some(call.blocks.entries), work.work, *work.steps)
     return (
-        *_sources(operands, ready.tile), operands.dq, stats, lists, bind(call.score),
+        *_sources(operands, ready), operands.dq, stats, lists, bind(call.score),
         bind(call.mask), sinks, pack_double(call.scale), ready.shape,
         _strides(*operands.inputs, operands.dq),
     )  # fmt: skip
@@ -268,24 +283,37 @@ def _run_keys(
     """dk, dv and captured gradients, as far as the role wants them."""
     call = operands.call
     sinks = captured.arguments(scales) if captured is not None and role.sinks else _NO_SINKS
+    dq_sum = _lines_of_queries(operands, stats) if role.want_dq else None
     started: list[Ready] = []
 
     def launch(ready: Ready) -> None:
         if started and captured is not None and role.sinks:
             captured.clear()  # another try adds once more
         started.append(ready)
+        if dq_sum is not None:
+            dq_sum.zero_()
         dk, dv = operands.dk, operands.dv
         if ready.parts > 1:
             dk, dv = (
                 t.new_empty((ready.parts * t.size(0), *t.shape[1:]), dtype=operands.real)
                 for t in (dk, dv)
             )
-        args = _key_arguments(operands, ready, (dk, dv, stats), sinks)
+        args = _key_arguments(operands, ready, (dk, dv, stats), sinks, dq_sum)
         ready.launch(addresses_aligned(call), *args)
         if ready.parts > 1:
             _sum_parts(operands, role, (dk, dv), ready.parts)
 
     run(operands, role, launch)
+    if dq_sum is not None:
+        batch, heads, q_len, width = operands.dq.shape
+        found = dq_sum.view(batch, heads, -1, width)[:, :, :q_len]
+        torch.mul(found, call.scale, out=operands.dq)
+
+
+def _lines_of_queries(operands: Operands, stats: torch.Tensor) -> torch.Tensor:
+    """Memory that parts of dq are added to, [B * Hq * PITCH, D], as row statistics lie."""
+    lines = stats.numel() // 2
+    return stats.new_empty(lines, operands.query.size(3))
 
 
 def _key_arguments(
@@ -293,18 +321,33 @@ def _key_arguments(
     ready: Ready,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     sinks: tuple[object, ...],
+    dq_sum: torch.Tensor | None = None,
 ) -> tuple[object, ...]:
-    """results: dk, dv, and the row statistics."""
+    """results: dk, dv, and the row statistics. dq_sum: lines that dq is added to, if it is."""
     call, (dk, dv, stats) = operands.call, results
     lines: object = stats
     if stats_by_tma(operands, ready.tile):
         box = [1, ready.tile.tile_m]
         lines = TensorDescriptor(stats, list(stats.shape), list(stats.stride()), box)
     return (
-        *_sources(operands, ready.tile), dk, dv, lines, _key_lists(call, ready),
+        *_sources(operands, ready), *_added(operands, ready, dq_sum), dk, dv, lines,
+        _key_lists(call, ready),
         bind(call.score), bind(call.mask), sinks, pack_double(call.scale), ready.shape,
         _strides(*operands.inputs, dk, dv),
     )  # fmt: skip
+
+
+def _added(operands: Operands, ready: Ready, dq_sum: torch.Tensor | None) -> tuple[object, ...]:
+    """dq_sum in chunks: TMA descriptors, or the same pointer three times."""
+    if dq_sum is None:
+        return (operands.dq,) * 3
+    if not operands.uses_tma:
+        return (dq_sum,) * 3
+    size, stride = list(dq_sum.shape), list(dq_sum.stride())
+    return tuple(
+        TensorDescriptor(dq_sum, size, stride, [ready.tile.tile_m, width]) if width else 0
+        for width in ready.widths[0]
+    )
 
 
 def _key_lists(call: AttentionCall, ready: Ready) -> tuple[Any, ...]:
