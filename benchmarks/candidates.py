@@ -191,6 +191,9 @@ _KEYS_WIDE = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
 _KEYS_WIDE_FROM_0 = configs_backward.form_for(128, 128, may_mask=True, may_fold=False)
 _KEYS_NARROW = configs_backward.form_for(64, 64, may_mask=False, may_fold=False)
 _KEYS_NARROW_MASKED = configs_backward.form_for(64, 64, may_mask=True, may_fold=True)
+_KEYS_WIDE_ALL = configs_backward.form_for(128, 128, may_mask=False, may_fold=False)
+_NARROW, _TWO_NARROW = configs_forward.forms(64, 64, None)
+_WIDE_OUT_IN_Q = configs_forward.forms(128, 128, None)[1]
 
 _WIDE = configs_forward.forms(128, 128, 128)[0]
 _FINE = (configs_backward.STEP, configs_backward.KEYS)
@@ -202,6 +205,8 @@ _FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
 _DECODE_FEW = GpuCase("full", 8, 32, 8, 1, 32768, 128)
 _DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
+_BIAS = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 64)
+_BIAS_128 = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 128)
 
 CANDIDATES = (
     Candidate(
@@ -259,6 +264,62 @@ CANDIDATES = (
         (GpuCase("causal+queries", 4, 16, 16, 2048, 2048, 64),),
         64,
         "5 products instead of 7; an addition a query and tile of 64 keys in both",
+    ),
+    Candidate(
+        "a bias in pieces, backward",
+        GluonBackward(replace(_KEYS_NARROW, pieces=True)),
+        (_BIAS,),
+        0,
+        "4 loads and 4 stores of 16 bytes a thread and step in place of 32 and 32 of 2",
+    ),
+    Candidate(
+        "a bias in pieces a step ahead, backward",
+        GluonBackward(replace(_KEYS_NARROW, pieces=True, prefetch=True)),
+        (_BIAS,),
+        0,
+        "as above, and the latency of memory behind half a step",
+    ),
+    Candidate(
+        "a bias in pieces, backward, D=128",
+        GluonBackward(replace(_KEYS_WIDE_ALL, pieces=True)),
+        (_BIAS_128,),
+        312,
+        "as at D=64; 152 bytes less spilled than without pieces",
+    ),
+    Candidate(
+        "a bias in pieces, forward",
+        GluonForward(replace(_TWO_NARROW, pieces=True)),
+        (_BIAS,),
+        0,
+        "8 loads of 16 bytes a thread and step in place of 64 of 2",
+    ),
+    Candidate(
+        "a bias in pieces a step ahead, forward",
+        GluonForward(replace(_TWO_NARROW, pieces=True, prefetch=True)),
+        (_BIAS,),
+        0,
+        "as above, and the latency of memory behind a step's exponentials",
+    ),
+    Candidate(
+        "a bias in pieces, three consumers, forward",
+        GluonForward(replace(_NARROW, pieces=True)),
+        (_BIAS,),
+        28,
+        "half as many bytes more in flight",
+    ),
+    Candidate(
+        "a bias in pieces, forward, D=128",
+        GluonForward(replace(_WIDE_OUT_IN_Q, pieces=True)),
+        (_BIAS_128,),
+        0,
+        "as at D=64",
+    ),
+    Candidate(
+        "a bias in pieces a step ahead, forward, D=128",
+        GluonForward(replace(_WIDE_OUT_IN_Q, pieces=True, prefetch=True)),
+        (_BIAS_128,),
+        0,
+        "as at D=64",
     ),
     Candidate(
         "D=192 keys, steps of 32 queries",

@@ -144,8 +144,9 @@ class Launch:
             "rescaled": lambda acc, *_: acc,
             "only_if": lambda _, acc, __: acc,
             "columns": lambda *_: None,
+            "look_up": lambda _, tag, cfg: found["key_tile"](tag, cfg) * cfg.TILE_N,
             "row_bias": lambda *_: None,
-            "modified": lambda s, *_: s,
+            "modified": self._modified,
             "masked": self._masked,
             "softmax_step": lambda *_: (Nothing(), Nothing(), Nothing(), Nothing()),
             "_store": lambda *_: None,
@@ -161,6 +162,11 @@ class Launch:
 
     def _accumulators(self) -> Any:
         return (Nothing(),) * 3 if self.cfg.PANELS == 3 else Nothing()
+
+    def _modified(self, s: Any, _: Any, __: Any, pieces: int, keys: Vec, *rest: Any) -> Any:
+        if self.cfg.NEEDS_KEYS and pieces != keys[0]:
+            raise ProtocolError(f"pieces of keys from {pieces} on serve those from {keys[0]} on")
+        return s
 
     def _masked(self, s: Any, _: Any, mem: Any, n: int, keys: Vec, *rest: Any) -> Any:
         if self.cfg.NUM_COLUMNS:

@@ -167,9 +167,10 @@ class Backward:
             "_give_ds": lambda mem, n, ds, which, cfg: give(mem, n, ("ds", n, which), which, cfg),
             "_add_dq": self._add_dq,
             "_dq_places": lambda *_: None,
-            "contexts": lambda *_: (None,) * 6,
+            "contexts": lambda _, __, b, h, *rest: (int(b), int(h)),
             "first_sums": lambda *_: (Nothing(),),
-            "modified": lambda *_: (Nothing(), Nothing()),
+            "look_up": lambda context, corner, _: (context, tuple(map(int, corner))),
+            "modified": self._modified,
             "subtrahend": lambda less, *_: less,
             "exp2_fast": lambda x: x,
             "masked": lambda p, *_: p,
@@ -178,6 +179,12 @@ class Backward:
             "async_store": lambda *_: None,
             "barrier": lambda: None,
         }
+
+    @staticmethod
+    def _modified(_: Any, context: Any, __: Any, pieces: Any, corner: Any, *rest: Any) -> Any:
+        if pieces != (context, corner):
+            raise ProtocolError(f"pieces of {pieces} serve {corner} of {context}")
+        return Nothing(), Nothing()
 
     def _counting(self, start: Callable[..., Any], is_step: Callable[[int], bool]):
         """Products of no step may read what they like."""

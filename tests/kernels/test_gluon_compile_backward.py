@@ -4,6 +4,7 @@ and none of its products is waited for at once."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
     pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
 
 # ruff: noqa: E402
-from attnloom.backends.gluon import launch_backward, ready_backward
+from attnloom.backends.gluon import configs_backward, launch_backward, ready_backward
 from attnloom.backends.registry import AttentionCall
 from tests.kernels.cross_compile import TARGETS, Compiled, compile_for, device_is
 from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon
@@ -94,6 +95,36 @@ def test_a_learned_slope_adds_once_a_head() -> None:
     assert not main.serialised
     assert main.spills <= 128
     assert len(additions(main.text)) == CONSUMERS
+
+
+BIAS = torch.zeros(1, 32, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("prefetch", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_bias_is_read_and_its_gradient_stored_16_bytes_a_thread(prefetch: bool) -> None:
+    """A consumer's tile of 64 x 64 halves is 4 pieces a thread; a conversion within a warp brings
+    them to where scores are, so that no consumer waits for another's warps."""
+    call = make_call(
+        64,
+        score_mod=lambda s, b, h, q, kv: s + BIAS[b, h, q, kv],
+        q_len=2048,
+        kv_len=2048,
+        backend="gluon",
+    )
+    form = configs_backward.form_for(64, 64, may_mask=False, may_fold=False)
+    form = replace(form, pieces=True, prefetch=prefetch)
+    with mock.patch.object(ready_backward, "form_of", lambda operands: form):
+        main = compiled(call)["backward_kernel"]
+    assert not main.serialised
+    assert main.spills <= (24 if prefetch else 0)
+    assert main.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert "global.b16" not in main.text
+    loads = 4 * (2 if prefetch else 1)  # before the first step as well
+    assert main.text.count("ld.global.v4.b32") == CONSUMERS * loads
+    assert main.text.count("st.global.v4.b32") == CONSUMERS * 4
+    # barriers: of a partition's 128 threads, or of all warps together
+    ids = set(re.findall(r"bar\.sync\s+(\d+), (\d+)", main.text))
+    assert {threads for _, threads in ids} == {"128"}
 
 
 CONSUMERS = 2

@@ -3,6 +3,7 @@ contract in backends/gluon/fragments.py; values are compared on the device (test
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class ProbeConfig(KernelConfig):
     F_ROW: JITFunction
     F_COLUMN: JITFunction
     F_BODY: JITFunction
+    F_PIECES: JITFunction | None
 
     __hash__ = KernelConfig.__hash__
 
@@ -59,7 +61,8 @@ def probe(out, args, cfg: gl.constexpr):
     places = out + gl.expand_dims(q, cfg.QX) * 64 + gl.expand_dims(k, 1 - cfg.QX)
     s = gl.load(places)
     if cfg.IS_SCORE:
-        s = cfg.F_BODY(args, head, row, column, b, h, q, k, s, cfg.QX)
+        pieces = cfg.F_PIECES(args, head, b, h, b * 64, h * 64, 64, cfg.QX)
+        s = cfg.F_BODY(args, head, row, column, b, h, q, k, pieces, s, cfg.QX)
     else:
         keep = cfg.F_BODY(args, head, row, column, b, h, q, k, cfg.QX)
         s = gl.where(keep, s, float("-inf"))
@@ -68,7 +71,7 @@ def probe(out, args, cfg: gl.constexpr):
 
 def front_end(fragment: fragments.Fragment, bound: BoundProgram, QX: int, is_score: bool) -> Any:
     """The probe's module as Gluon's front end makes it; raises where it refuses."""
-    parts = (fragment.head, fragment.row, fragment.column, fragment.body)
+    parts = (fragment.head, fragment.row, fragment.column, fragment.body, fragment.pieces)
     arguments = (torch.empty(64, 64), bind(bound), ProbeConfig(QX, is_score, *parts))
     signature = {n: type_of(a) for n, a in zip(probe.arg_names, arguments, strict=True)}
     signature["cfg"] = "constexpr"
@@ -101,3 +104,65 @@ def test_mask(name: str, QX: int, wide: bool) -> None:
     bound = BoundProgram(simplify(bound.program), bound.tensors, bound.numbers)
     fragment = fragments.mask_fragment(bound.program, Target(True, wide, False))
     assert "tt.func" in str(front_end(fragment, bound, QX, False))
+
+
+TABLES = {
+    "bfloat16": torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16),
+    "float32": torch.zeros(2, 4, 64, 64),
+    "bool": torch.zeros(2, 4, 64, 64, dtype=torch.bool),
+    "int64": torch.zeros(2, 4, 64, 64, dtype=torch.int64),
+    "float64": torch.zeros(2, 4, 64, 64, dtype=torch.float64),
+}
+
+
+def bound_score(score_mod: Any) -> BoundProgram:
+    bound = trace_score(score_mod, DType.F32, CPU)
+    return BoundProgram(simplify(bound.program, False), bound.tensors, bound.numbers)
+
+
+@pytest.mark.parametrize("inside", ["i", "-"])
+@pytest.mark.parametrize(("QX", "wide"), [(1, False), (0, True)])
+@pytest.mark.parametrize("name", TABLES)
+def test_an_element_for_each_score_comes_in_pieces(
+    name: str, QX: int, wide: bool, inside: str
+) -> None:
+    table = TABLES[name]
+    bound = bound_score(lambda s, b, h, q, kv: s + table[b, h, q, kv])
+    target = Target(True, wide, False, layouts=(f"--v--v-{inside}v-{inside}1m",))
+    fragment = fragments.score_fragment(bound.program, target)
+    made = str(front_end(fragment, bound, QX, True))
+    assert made.count("ttg.convert_layout") == 1
+    assert "#ttg.linear" in made
+
+
+BIAS = torch.zeros(2, 4, 64, 64)
+ORDER = torch.zeros(64, dtype=torch.int64)
+WHOLE = ("--v--v-ivmi1m",)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "layouts", "pieces"),
+    [
+        (lambda s, b, h, q, kv: s + BIAS[b, h, q, kv], WHOLE, 1),
+        (lambda s, b, h, q, kv: s + BIAS[b, h % 2, q + h, kv], ("--v--v--vmi1m",), 1),
+        (lambda s, b, h, q, kv: s * BIAS[b, h, q, kv] + BIAS[1 - b, h, q, kv], WHOLE, 2),
+        (lambda s, b, h, q, kv: s + BIAS[b, h, q, kv], (), 0),
+        (lambda s, b, h, q, kv: s + BIAS[b, h, q, kv], ("--v--v-i-mi1m",), 0),
+        (lambda s, b, h, q, kv: s + BIAS[b, h, q, kv], ("--v--v-iv--1-",), 0),
+        (lambda s, b, h, q, kv: s + BIAS[b, h, q, kv], ("--v--v-ivmivm",), 0),
+        (lambda s, b, h, q, kv: s + BIAS[b, h, kv, q], ("--v--v-1mi-vm",), 0),
+        (lambda s, b, h, q, kv: s + BIAS[b, h, q, kv // 2], ("--v--v-ivm-1m",), 0),
+        (lambda s, b, h, q, kv: s + BIAS[b, h, ORDER[q], kv], ("ni1m", "--v--v--vmi1m"), 0),
+        (lambda s, b, h, q, kv: s + BIAS[b, h, q - kv, kv], ("--v--v--vmi1m",), 0),
+    ],
+    ids=[
+        "whole tiles", "computed indices", "two loads", "no layouts", "rows that start anywhere",
+        "rows that end anywhere", "strides along keys", "transposed", "half as many", "a look-up",
+        "diagonals",
+    ],
+)  # fmt: skip
+def test_what_comes_in_pieces(score_mod: Any, layouts: tuple[str, ...], pieces: int) -> None:
+    bound = bound_score(score_mod)
+    fragment = fragments.score_fragment(bound.program, Target(True, layouts=layouts))
+    made = str(front_end(fragment, bound, 0, True))
+    assert len(re.findall(r"tt\.call @\S*\bpieces\.spread", made)) == pieces

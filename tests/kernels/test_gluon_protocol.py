@@ -18,10 +18,10 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
         CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
-        OVERLAP=consumers == 2, OUT_IN_Q=False, RELAXED=False, OPERAND=None, SUB=1, HAS_LISTS=True,
-        APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=False,
-        MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1, COLUMN0="int32",
-        BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
+        OVERLAP=consumers == 2, OUT_IN_Q=False, RELAXED=False, PREFETCH=False, OPERAND=None, SUB=1,
+        HAS_LISTS=True, APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True,
+        HAS_TAIL=False, MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1,
+        COLUMN0="int32", BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
         MASK_COLUMN=lambda args, head, b, h, keys: (keys,),
     )  # fmt: skip
     vars(cfg).update(changed)
@@ -39,6 +39,9 @@ FORMS = {
     "four stages": form(STAGES=4, LOG_STAGES=2),
     "panels": form(PANELS=3, OUT_IN_Q=True, NUM_COLUMNS=0),
     "panels, columns": form(PANELS=3, OUT_IN_Q=True),
+    "prefetch": form(PREFETCH=True),
+    "prefetch, three consumers": form(3, PREFETCH=True),
+    "prefetch, no mask": form(PREFETCH=True, **PLAIN | {"NEEDS_KEYS": True}),
 }
 
 
@@ -101,9 +104,19 @@ def keys_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
     return {"_scores": scores}
 
 
+def pieces_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
+    """What is looked up ahead is not of the next step, but of the one that does so."""
+
+    def look_up_ahead(mem, n, *rest):
+        return names["_look_up_ahead"](mem, max(n - 1, 0), *rest)
+
+    return {"_look_up_ahead": look_up_ahead}
+
+
 @pytest.mark.parametrize(
     ("cfg", "mistake", "said"),
     [
+        (form(PREFETCH=True), pieces_of_the_step_before, "pieces|copied over|used"),
         (form(), told_twice, "every warp waits|more often|used|computed|columns"),
         (form(), fewer_bytes, "every warp waits"),
         (form(), late_values, "used|copied over|more often"),

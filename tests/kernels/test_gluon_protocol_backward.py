@@ -20,7 +20,7 @@ def form(**changed: Any) -> SimpleNamespace:
         TILE_M=TILE_M, STAGES=2, LOG_STAGES=1, D=2 * HALF, DV=2 * HALF, OPERAND=None, SUB=2,
         TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_SCORE=False,
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
-        BY_HEAD=False, HAS_SINKS=False, DQ_APART=False, EARLY=False, FOLD=False,
+        BY_HEAD=False, HAS_SINKS=False, DQ_APART=False, EARLY=False, FOLD=False, PREFETCH=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -33,7 +33,13 @@ FORMS = {
     "wide, by head": form(BY_HEAD=True),
     "wide, from -lse and -delta, by head": form(FOLD=True, BY_HEAD=True),
     "wide, one list": form(SAME_LISTS=True),
+    "wide, prefetch": form(PREFETCH=True),
+    "wide, by head, prefetch": form(BY_HEAD=True, PREFETCH=True),
     "narrow": form(DQ_APART=True),
+    "narrow, by head, prefetch": form(DQ_APART=True, BY_HEAD=True, PREFETCH=True),
+    "no mask, prefetch": form(
+        HAS_LISTS=False, HAS_MASK=False, MAY_MASK=False, HAS_TAIL=False, SUB=1, PREFETCH=True
+    ),
     "narrow, by head": form(DQ_APART=True, BY_HEAD=True),
     "narrow, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR),
     "no mask": form(
@@ -93,9 +99,31 @@ def queries_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
     return {"_start_dp": start_dp}
 
 
+def pieces_of_this_step(names: dict[str, Any]) -> dict[str, Any]:
+    """What is looked up ahead is not of the next step, but of the one that does so."""
+
+    def look_up_ahead(mem, n, *rest):
+        return names["_look_up_ahead"](mem, max(n - 1, 0), *rest)
+
+    return {"_look_up_ahead": look_up_ahead}
+
+
+def pieces_of_the_head_before(names: dict[str, Any]) -> dict[str, Any]:
+    """The first step of a head takes what was looked up for the last step of another."""
+    kept: list[Any] = []
+
+    def look_up(context, corner, cfg):
+        kept.append(names["look_up"](context, corner, cfg))
+        return kept[-2] if len(kept) > 1 else kept[-1]
+
+    return {"look_up": look_up}
+
+
 @pytest.mark.parametrize(
     ("name", "mistake"),
     [
+        ("wide, prefetch", pieces_of_this_step),
+        ("narrow, by head, prefetch", pieces_of_the_head_before),
         ("wide, by head", lists_counted_from_zero),
         ("wide", dq_of_this_step),
         ("narrow", dq_of_this_step),

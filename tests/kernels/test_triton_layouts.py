@@ -54,6 +54,13 @@ def test_tiles_that_overhang_a_tensor_are_clamped(length: int, size: int) -> Non
     assert score_layouts(call)[0][1] == ("i" if size == 256 else "-")
 
 
+def test_tiles_of_192_rows_overhang_what_those_of_128_do_not() -> None:
+    table = torch.zeros(256)
+    call = make_call(lambda s, b, h, q, kv: s + table[q] + table[kv])
+    assert score_layouts(call) == ("-i1m",)
+    assert score_layouts(call, 192) == ("--1m",)
+
+
 def test_blocks_that_overhang_a_tensor_are_clamped() -> None:
     """The second block of 256 keys has tiles past the 384 keys, and the ids."""
     ids = torch.zeros(384, dtype=torch.int64)

@@ -6,6 +6,8 @@ backward_shared.py and backends/triton/backward.py.
 
     context      (b, h, score, mask, grad, bias), the last four of their fragments: (args, head,
                  column), but for the bias (args, head, what it adds by key from the first key on)
+    first        (query, key), the first ones of a consumer's tile
+    pieces       what the score_mod and its derivative look up for each score, see pieces.py
     x            scores in the units that exponents are taken in: p = 2**(x * base - lse_log2), see
                  score_form.py
     slope        derivative of the inner score_mod, where nothing but the score has a gradient
@@ -53,7 +55,21 @@ def subtrahend(lse_log2, context, queries, first, base, cfg: gl.constexpr):
 
 
 @gluon.jit
-def modified(s, context, sinks, queries, keys, factor, cfg: gl.constexpr):
+def look_up(context, first, cfg: gl.constexpr):
+    """The pieces of a step; asked for before its products are waited for."""
+    if cfg.HAS_SCORE:
+        b, h, score_ctx, _, grad_ctx, _ = context
+        args, head, _ = score_ctx
+        score = cfg.SCORE_PIECES(args, head, b, h, first[0], first[1], cfg.TILE_M, 0)
+        args, head, _ = grad_ctx
+        grad = cfg.GRAD_PIECES(args, head, b, h, first[0], first[1], cfg.TILE_M, 0)
+        return score, grad
+    else:
+        return (0,), (0,)
+
+
+@gluon.jit
+def modified(s, context, sinks, pieces, first, queries, keys, factor, cfg: gl.constexpr):
     """(x, the slope or, if not SLOPE_FIRST, the score before the mod) of raw products."""
     b, h, score_ctx, _, grad_ctx, bias = context
     rest = 0.0
@@ -66,11 +82,12 @@ def modified(s, context, sinks, queries, keys, factor, cfg: gl.constexpr):
             row = cfg.GRAD_ROW(args, head, b, h, queries)
             one = gl.full(s.shape, 1.0, gl.float32, s.type.layout)
             rest, _ = cfg.GRAD_BODY(
-                args, sinks, head, row, column, b, h, queries, keys, s, one, (0.0,), 0
-            )
+                args, sinks, head, row, column, pieces[1], first, b, h, queries, keys, s, one,
+                (0.0,), 0,
+            )  # fmt: skip
         args, head, column = score_ctx
         row = cfg.SCORE_ROW(args, head, b, h, queries)
-        s = cfg.SCORE_BODY(args, head, row, column, b, h, queries, keys, s, 0)
+        s = cfg.SCORE_BODY(args, head, row, column, b, h, queries, keys, pieces[0], s, 0)
     if cfg.HAS_BIAS:
         s = s + bias[2][:, None]
     return s, rest
@@ -103,7 +120,9 @@ def masked(p, context, queries, keys, offsets, kv_len, cfg: gl.constexpr):
 
 
 @gluon.jit
-def dscores(weight, dp, score, sums, context, sinks, queries, keys, cfg: gl.constexpr):
+def dscores(
+    weight, dp, score, sums, context, sinks, pieces, first, queries, keys, cfg: gl.constexpr
+):
     """(dL/d(score before the mod) but for constant factors, the sums with this tile's
     contributions). dp: less delta."""
     ds = weight * dp
@@ -112,8 +131,9 @@ def dscores(weight, dp, score, sums, context, sinks, queries, keys, cfg: gl.cons
         args, head, column = grad_ctx
         row = cfg.GRAD_ROW(args, head, b, h, queries)
         grad, sums = cfg.GRAD_BODY(
-            args, sinks, head, row, column, b, h, queries, keys, score, ds, sums, 0
-        )
+            args, sinks, head, row, column, pieces[1], first, b, h, queries, keys, score, ds, sums,
+            0,
+        )  # fmt: skip
         grad = grad.to(gl.float32)
         if not cfg.FINITE_SLOPE:
             grad = gl.where(ds != 0, grad, 0.0)

@@ -11,6 +11,7 @@ reductions 5% (H200, D=128 and 64).
     DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
+    PREFETCH   what single scores look up is loaded a step ahead, into registers
 
 Glossary: backward_shared.py. Prefixes: p, ds as operands in registers.
 """
@@ -31,6 +32,7 @@ from attnloom.backends.gluon.backward_math import (
     contexts,
     dscores,
     first_sums,
+    look_up,
     masked,
     modified,
     subtrahend,
@@ -171,31 +173,42 @@ def _give_ds(mem, n, ds, which, cfg: gl.constexpr):
 
 
 @gluon.jit
+def _look_up_ahead(mem, n, live, context, first, cfg: gl.constexpr):
+    """Pieces of step n, whose tag is there; if it is not live, of queries that exist."""
+    tag = gl.where(live, get(mem.tags.index(slot_of(n, cfg))), 0)
+    return look_up(context, (tag >> 1, first), cfg)
+
+
+@gluon.jit
 def _step(
-    state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, which,
+    state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, end, which,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """One step. state = (its raw scores, dk, dv, line of the step before, sums), and of the next
-    one on return."""
+    """One step. state = (its raw scores, dk, dv, line of the step before, sums, pieces), and of the
+    next one on return. end: number of the last step for this context + 1."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
     factor, base, kv_len, first, q_offset, kv_offset = numbers
-    s, dk, dv, line_before, sums = state
+    s, dk, dv, line_before, sums, pieces = state
     slot, phase = slot_of(n, cfg), phase_of(n, cfg)
     more = n + 1 < total
     queries = gl.arange(0, cfg.TILE_M, gl.SliceLayout(0, L))
-    partial = False
+    partial, row = False, 0
     if cfg.NEEDS_QUERIES:
         tag = get(mem.tags.index(slot))
-        queries += tag >> 1
+        row = tag >> 1
+        queries += row
         partial = (tag & 1) != 0
+    corner = (row, first)
+    if not cfg.PREFETCH:
+        pieces = look_up(context, corner, cfg)
     mbarrier.wait(mem.do_full.index(slot), phase)
     dp = _start_dp(mem, n, which, L, cfg)
     if cfg.EARLY:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         s_next = _start_scores(mem, n + 1, base, which, L, cfg)
-    x, rest = modified(s, context, sinks, queries, keys, factor, cfg)
+    x, rest = modified(s, context, sinks, pieces, corner, queries, keys, factor, cfg)
     exponent = x * base
     if not cfg.FOLD:
         less = mem.lse.index(slot).load(gl.SliceLayout(0, L))
@@ -207,10 +220,14 @@ def _step(
             p = masked(p, context, queries, keys, (q_offset, kv_offset), kv_len, cfg)
     p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
     weight = weighted(p, rest, cfg)
+    following = 0
+    if cfg.PREFETCH:
+        mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
+        following = _look_up_ahead(mem, n + 1, n + 1 < end, context, first, cfg)
     dp = warpgroup_mma_wait(1 if cfg.EARLY else 0, [dp])
     if not cfg.FOLD:
         dp = dp - mem.delta.index(slot).load(gl.SliceLayout(0, L))[None, :]
-    ds, sums = dscores(weight, dp, rest, sums, context, sinks, queries, keys, cfg)
+    ds, sums = dscores(weight, dp, rest, sums, context, sinks, pieces, corner, queries, keys, cfg)
     ds = ds.to(cfg.OPERAND)
     ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
     dv = warpgroup_mma(p_left, mem.dout.index(slot), dv, is_async=True)
@@ -252,7 +269,7 @@ def _step(
         if n > 0:
             _add_dq(dq_ptr, places, line_before, dq, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
-    return s_next, dk, dv, line, sums
+    return s_next, dk, dv, line, sums, following
 
 
 @gluon.jit
@@ -297,10 +314,14 @@ def _own_keys(
             steps = steps_of(at, unit, cfg)
         context = contexts(score_args, mask_args, b, h, keys, row, kv_offset, cfg)
         sums = first_sums(gl.SliceLayout(1, L), cfg)
+        pieces = 0
+        if cfg.PREFETCH:
+            pieces = _look_up_ahead(mem, n, steps > 0, context, row, cfg)
+        end = n + steps
         for _ in range(0, steps):
-            state = (s, dk, dv, line, sums)
-            s, dk, dv, line, sums = _step(
-                state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, which, cfg
+            state = (s, dk, dv, line, sums, pieces)
+            s, dk, dv, line, sums, pieces = _step(
+                state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, end, which, cfg
             )
             # `n = end` after the loop would not be carried to the next unit
             n += 1

@@ -20,8 +20,9 @@ STEP = 64  # queries of a step
 @dataclass(frozen=True, slots=True)
 class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
-    (layouts.py), as no device has shown yet. The others: see backward_sm90.py and
-    fields_backward.py.
+    (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
+    16 bytes a thread (pieces.py). prefetch: a step ahead. None of the three was seen on a device
+    yet. The others: see backward_sm90.py and fields_backward.py.
     """
 
     stages: int
@@ -32,6 +33,8 @@ class Form:
     dq_registers: int = 72
     load_registers: int = 24
     narrow: bool = False
+    pieces: bool = False
+    prefetch: bool = False
 
 
 _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)

@@ -19,6 +19,8 @@ class Form:
         consumer has what is left. column_registers: the same where a warp looks up keys.
     panels: three, of PANEL columns each, for D and Dv of 129 to 192; 1: one tile of a power of two.
     relaxed: the draw of a tile orders no other memory, as no device has shown right yet.
+    pieces: captured elements of single scores are read 16 bytes a thread (pieces.py). prefetch: a
+        step ahead, into registers. No device has shown either yet.
     """
 
     consumers: int
@@ -32,6 +34,8 @@ class Form:
     column_registers: tuple[int, int]
     panels: int = 1
     relaxed: bool = False
+    pieces: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         assert self.panels in (1, 3)

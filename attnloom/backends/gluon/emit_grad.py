@@ -2,8 +2,9 @@
 
     head(args, b, h), row(args, head, b, h, q), column(args, head, b, h, kv)
     begin(KEYS, LAYOUT) -> sums         zeros, a vector of keys for each sum that is carried
-    body(args, sinks, head, row, column, b, h, q, kv, score, dscore, sums, QX)
-        -> (dL/d(score before the mod), sums)
+    pieces(args, head, b, h, q, kv, N, QX)      q and kv: the first ones of a tile
+    body(args, sinks, head, row, column, pieces, first, b, h, q, kv, score, dscore, sums, QX)
+        -> (dL/d(score before the mod), sums)   first: those that `pieces` takes
     flush(args, sinks, head, column, b, h, kv, sums)    what leaves once the queries are over
 
 Two kinds, as in backends/triton/emit_grad.py: `plain`, the derivative by the score alone, and
@@ -19,8 +20,9 @@ from typing import Any
 
 from attnloom.backends.gluon.emit import _SCORE, LevelWriter, gluon_module
 from attnloom.backends.triton.emit import Target, arg_index
-from attnloom.backends.triton.emit_grad import Contributions, Sinks, gradient_of
+from attnloom.backends.triton.emit_grad import Contributions, Sinks, gradient_of, positions_of
 from attnloom.backends.triton.fragments import load_module
+from attnloom.backends.triton.layouts import VECTOR_BYTES, letters
 from attnloom.ir.node import Axes, Program
 from attnloom.ir.passes.gradient import Contribution, Gradient
 from attnloom.ir.passes.simplify import simplify
@@ -29,7 +31,7 @@ _IMPORTS = (
     "from triton.experimental.gluon import language as gl\n"
     "from attnloom.backends.gluon import sinks as sk\n"
 )
-PARTS = ("head", "row", "column", "begin", "body", "flush")
+PARTS = ("head", "row", "column", "pieces", "begin", "body", "flush")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,6 +68,7 @@ class GradWriter(LevelWriter, Contributions):
         self.real = "tl.float32"
         self.items = items
         self.sinks = sinks
+        self.leaving: list[str] = []
         self.carried = [
             n for n, item in enumerate(items) if not (item.axes or self._index_axes(item) & Axes.Q)
         ]
@@ -73,16 +76,19 @@ class GradWriter(LevelWriter, Contributions):
     def module(self) -> str:
         zeros = "gl.zeros([KEYS], tl.float32, LAYOUT), " * len(self.carried) or "0.0, "
         output = self.program.outputs[0]
+        pieces = self.pieces()
         grad = self._name(output)
         if self.levels[output] != _SCORE:
             grad = f"tl.where(dscore > float('inf'), dscore, {grad})"
         sums = "".join(f"t{n}, " for n in self.carried) or "sums[0], "
         body = [*self.expanded(), *self._hoisted(_SCORE), *self._contributions()]
         flush = [*self._unpack("head"), *self._unpack("column"), *self._flush()]
-        names = "args, sinks, head, row, column, b, h, q, kv, score, dscore, sums"
+        names = "args, sinks, head, row, column, pieces, first, b, h, q, kv, score, dscore, sums"
         return gluon_module(
             _IMPORTS,
             *self.outer(),
+            *pieces,
+            *self.leaving,
             self._define(
                 "begin", "KEYS: tl.constexpr, LAYOUT: tl.constexpr", [f"return ({zeros})"]
             ),
@@ -117,6 +123,10 @@ class GradWriter(LevelWriter, Contributions):
         return lines
 
     def _store(self, number: int, item: Contribution) -> list[str]:
+        if self._leaves_in_pieces(item):
+            self.leaving.append(self._leave_in_pieces(number, item))
+            given = f"args, sinks, first[0], first[1], b, h, d{number}, QX"
+            return [f"{self.prefix}_leave{number}({given})"]
         base = arg_index(self.program, item.slot)
         # the last tiles overhang the lengths; b and h never do
         inside = " & ".join(
@@ -127,3 +137,39 @@ class GradWriter(LevelWriter, Contributions):
         pointer = f"sk.places(sinks[{number}], {self._offset(item)}, d{number})"
         value = f"d{number}.to(sinks[{number}].dtype.element_ty)"
         return [f"tl.store({pointer}, {value}, mask={inside})"]
+
+    def _leaves_in_pieces(self, item: Contribution) -> bool:
+        """Whether rows of a stored gradient, which lies contiguously, are whole pieces of keys."""
+        last = len(item.index) - 1
+        layouts = self.target.layouts
+        return (
+            bool(layouts)
+            and positions_of(self.program, item)[last] == "kv"
+            and letters(layouts, item.slot, last)[2] == "m"
+        )
+
+    def _leave_in_pieces(self, number: int, item: Contribution) -> str:
+        """The function that stores a tile; q and kv are its first positions. Offsets fit 32 bits,
+        see captured.py."""
+        base, unit = arg_index(self.program, item.slot), self._unit(item.slot)
+        names = [str(name) for name in positions_of(self.program, item)]
+        sizes = [f"dm.whole32(args, {base + 1 + 3 * d})" for d in range(len(names))]
+        sizes[-1] = f"{sizes[-1]} // {unit} * {unit}"
+        row = names[0] if names[:-1] else "0"
+        for name, size in zip(names[1:-1], sizes[1:-1], strict=True):
+            row = f"({row} * {size} + {name})"
+        inside = [
+            f"({name} < {size})"
+            for d, (name, size) in enumerate(zip(names, sizes, strict=True))
+            if name in ("q", "kv") and letters(self.target.layouts, item.slot, d)[0] != "i"
+        ]
+        mask = f", mask={' & '.join(inside)}" if inside else ""
+        sink = f"sinks[{number}]"
+        lines = [
+            f"found = pc.gathered(value, QX, {sink}.dtype.element_ty)",
+            f"q, kv = pc.positions(q, kv, value.shape[1], QX, {VECTOR_BYTES // unit})",
+            f"tl.store({sink} + {row} * ({sizes[-1]}) + kv, found{mask})",
+        ]
+        return self._define(
+            f"leave{number}", "args, sinks, q, kv, b, h, value, QX: tl.constexpr", lines
+        )

@@ -14,7 +14,7 @@ from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.emit import Target
 from attnloom.backends.triton.fields import target_of, triton_type
-from attnloom.backends.triton.layouts import elements_only, mask_layouts
+from attnloom.backends.triton.layouts import elements_only, mask_layouts, score_layouts
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -47,6 +47,7 @@ class Sm90Config(KernelConfig):
     SCORE_HEAD: JITFunction | None = None
     SCORE_ROW: JITFunction | None = None
     SCORE_COLUMN: JITFunction | None = None
+    SCORE_PIECES: JITFunction | None = None
     SCORE_BODY: JITFunction | None = None
     BIAS_HEAD: JITFunction | None = None
     BIAS_SLOPE: JITFunction | None = None
@@ -65,6 +66,13 @@ def mask_target(call: AttentionCall, narrow: bool) -> Target:
     return target.reading(elements_only(mask_layouts(call))) if narrow else target
 
 
+def score_target(call: AttentionCall, pieces: bool, rows: int) -> Target:
+    """What the score's fragments may use. pieces: how captured tensors lie, for tiles of so many
+    rows of queries (pieces.py)."""
+    target = target_of(call)
+    return target.reading(score_layouts(call, rows)) if pieces else target
+
+
 def shared_fields(
     call: AttentionCall,
     score: ScoreForm | None,
@@ -72,10 +80,10 @@ def shared_fields(
     *,
     stages: int,
     narrow: bool,
+    target: Target,
 ) -> dict[str, Any]:
     """Those that both phases find alike. score: the parts of the call's score_mod. widths: D, DV.
-    narrow: see mask_target."""
-    target = target_of(call)
+    narrow: see mask_target. target: see score_target."""
     inner = None if score is None else score.inner
     bias = None if score is None else score.bias
     fragments: dict[str, Any] = {}

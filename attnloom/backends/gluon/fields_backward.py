@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.configs_backward import KEYS, STEP, Form, width_of
 from attnloom.backends.gluon.emit_grad import gradient_fragment
-from attnloom.backends.gluon.fields import Sm90Config, shared_fields
+from attnloom.backends.gluon.fields import Sm90Config, score_target, shared_fields
 from attnloom.backends.gluon.fields_forward import form_of, scales_of
 from attnloom.backends.gluon.score_form import ScoreForm
 from attnloom.backends.registry import AttentionCall
@@ -18,7 +18,6 @@ from attnloom.backends.triton.captured import sinks_form
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.configs import per_block
 from attnloom.backends.triton.emit_grad import Sinks, gradient_of, index_axes, is_tame
-from attnloom.backends.triton.fields import target_of
 from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import Axes, Program
 
@@ -48,10 +47,12 @@ class BackwardSm90Config(Sm90Config):
     DQ_APART: bool
     EARLY: bool
     FOLD: bool
+    PREFETCH: bool
     DQ_REGISTERS: int
     GRAD_HEAD: JITFunction | None = None
     GRAD_ROW: JITFunction | None = None
     GRAD_COLUMN: JITFunction | None = None
+    GRAD_PIECES: JITFunction | None = None
     GRAD_BEGIN: JITFunction | None = None
     GRAD_BODY: JITFunction | None = None
     GRAD_FLUSH: JITFunction | None = None
@@ -134,10 +135,13 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     may_mask = call.mask is not None or has_tail
     exact = call.options.exact_math
     widths = width_of(query.size(3)), width_of(value.size(3))
-    shared = shared_fields(call, mods.score, widths, stages=form.stages, narrow=form.narrow)
+    target = score_target(call, form.pieces, STEP)
+    shared = shared_fields(
+        call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target
+    )
     has_score = shared["HAS_SCORE"]
     if mods.inner is not None:
-        shared |= gradient_fragment(mods.inner, target_of(call), exact, mods.sinks)
+        shared |= gradient_fragment(mods.inner, target, exact, mods.sinks)
     return BackwardSm90Config(
         **shared,
         TILE_M=STEP,
@@ -155,6 +159,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         DQ_APART=form.dq_apart,
         EARLY=form.early,
         FOLD=form.fold,
+        PREFETCH=form.prefetch and has_score,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         LOAD_REGISTERS=form.load_registers,

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.configs_forward import Form
 from attnloom.backends.gluon.emit import column_values
-from attnloom.backends.gluon.fields import Sm90Config, mask_target, shared_fields
+from attnloom.backends.gluon.fields import Sm90Config, mask_target, score_target, shared_fields
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
@@ -38,6 +38,7 @@ class ForwardSm90Config(Sm90Config):
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
     PANELS: as many tiles of D or DV columns cover a head dimension. RELAXED: see forward_load.py.
+    PREFETCH: see forward_sm90.py.
     """
 
     CONSUMERS: int
@@ -47,6 +48,7 @@ class ForwardSm90Config(Sm90Config):
     OVERLAP: bool
     OUT_IN_Q: bool
     RELAXED: bool
+    PREFETCH: bool
     APART: bool
     NEEDS_KEYS: bool
     MAY_BE_EMPTY: bool
@@ -102,7 +104,8 @@ def config_of(
     columns = looked_up(call.mask, mask_target(call, narrow=True))
     load = form.column_registers if columns else (form.registers, form.load_registers)
     widths = form.columns(query.size(3)), form.columns(value.size(3))
-    shared = shared_fields(call, score, widths, stages=form.stages, narrow=True)
+    target = score_target(call, form.pieces, form.tile_m)
+    shared = shared_fields(call, score, widths, stages=form.stages, narrow=True, target=target)
     return ForwardSm90Config(
         **shared,
         CONSUMERS=form.consumers,
@@ -112,6 +115,7 @@ def config_of(
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
         RELAXED=form.relaxed,
+        PREFETCH=form.prefetch and shared["HAS_SCORE"],
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],
         SUB=1 if blocks is None else per_block(blocks.kv_block, form.tile_n),

@@ -5,7 +5,8 @@ SliceLayout(1, L) and one of keys SliceLayout(0, L). Glossary: forward_shared.py
 
     x            scores in the units that exponents are taken in: weight = 2**(x * base)
     context      (b, h, queries, score, mask, bias), the last three of their fragments: (args, head,
-                 row), but for the bias (args, head, what it adds by key from the first of a tile)
+                 row) and for the score the first query; for the bias (args, head, what it adds by
+                 key from the first of a tile)
 """
 
 from triton.experimental import gluon
@@ -36,9 +37,9 @@ def row_max(x, L: gl.constexpr):
 
 
 @gluon.jit
-def contexts(score_args, mask_args, b, h, queries, q_offset, cfg: gl.constexpr):
-    """What fragments know of a head and of a consumer's queries."""
-    score = (score_args, 0, 0)
+def contexts(score_args, mask_args, b, h, first, queries, q_offset, cfg: gl.constexpr):
+    """What fragments know of a head and of a consumer's queries. first: of these."""
+    score = (score_args, 0, 0, 0)
     mask = (mask_args, 0, 0)
     bias = (score_args, 0, 0)
     if cfg.HAS_BIAS:
@@ -48,7 +49,7 @@ def contexts(score_args, mask_args, b, h, queries, q_offset, cfg: gl.constexpr):
         bias = (score_args, head, steps.to(gl.float32) * slope)
     if cfg.HAS_SCORE:
         head = cfg.SCORE_HEAD(score_args, b, h)
-        score = (score_args, head, cfg.SCORE_ROW(score_args, head, b, h, queries))
+        score = (score_args, head, cfg.SCORE_ROW(score_args, head, b, h, queries), first)
     if cfg.HAS_MASK:
         head = cfg.MASK_HEAD(mask_args, b, h)
         mask = (mask_args, head, cfg.MASK_ROW(mask_args, head, b, h, queries + q_offset))
@@ -65,21 +66,33 @@ def columns(context, keys, cfg: gl.constexpr):
     """What the score_mod needs of a step's keys; asked for before the scores are waited for."""
     if cfg.HAS_SCORE:
         b, h, _, score, _, _ = context
-        args, head, _ = score
+        args, head, _, _ = score
         return cfg.SCORE_COLUMN(args, head, b, h, keys)
     else:
         return (0,)
 
 
 @gluon.jit
-def modified(s, context, column, keys, factor, cfg: gl.constexpr):
+def look_up(context, tag, cfg: gl.constexpr):
+    """What single scores of a step look up, see pieces.py; likewise."""
+    if cfg.HAS_SCORE:
+        b, h, _, score, _, _ = context
+        args, head, _, first = score
+        key = key_tile(tag, cfg) * cfg.TILE_N
+        return cfg.SCORE_PIECES(args, head, b, h, first, key, cfg.TILE_N, 1)
+    else:
+        return (0,)
+
+
+@gluon.jit
+def modified(s, context, column, pieces, keys, factor, cfg: gl.constexpr):
     """x of raw products, before the mask, less what `row_bias` adds."""
     if not cfg.UNSCALED:
         s = s * factor
     b, h, queries, score, _, bias = context
     if cfg.HAS_SCORE:
-        args, head, row = score
-        s = cfg.SCORE_BODY(args, head, row, column, b, h, queries, keys, s, 1)
+        args, head, row, _ = score
+        s = cfg.SCORE_BODY(args, head, row, column, b, h, queries, keys, pieces, s, 1)
     if cfg.HAS_BIAS:
         s = s + bias[2][None, :]
     return s

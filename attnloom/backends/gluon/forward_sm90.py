@@ -13,7 +13,10 @@ Heads of 129 to 192 may lie in three PANELS of 64 columns, where a tile of a pow
 256: as many products of a step, each a group of its own to wait for, and as many accumulators.
 
 One loop takes full and partial blocks, with a branch around the mask: separate loops double the
-code and spill. Everything in flight is waited for within the step that issued it or the next
+code and spill. What single scores look up (pieces.py) is loaded while the product q . k^T is
+computed; PREFETCH: by the step before, as soon as its own is used, and kept in registers.
+
+Everything in flight is waited for within the step that issued it or the next
 statement: ptxas serialises products that cross the back edge of a loop otherwise (C7514).
 
 Glossaries: forward_shared.py, forward_math.py, backends/triton/forward.py.
@@ -38,6 +41,7 @@ from attnloom.backends.gluon.forward_math import (
     empty_state,
     key_positions,
     log_sums,
+    look_up,
     masked,
     modified,
     only_if,
@@ -94,52 +98,73 @@ def _finished(acc, p, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _prepare(mem, slot, live, context, L: gl.constexpr, cfg: gl.constexpr):
-    """(tag, keys, columns) of a step, while its product is in flight. live: there is a step."""
+def _prepare(mem, slot, live, context, pieces, L: gl.constexpr, cfg: gl.constexpr):
+    """(tag, keys, columns, pieces) of a step, while its product is in flight. live: there is a
+    step. pieces: if PREFETCH; else they are asked for here."""
     tag = 0
     if cfg.NEEDS_KEYS:
         tag = get(mem.tags.index(slot))
         if cfg.MAY_BE_EMPTY:
             tag = gl.where(live, tag, 0)
     keys = key_positions(tag, L, cfg)
-    return tag, keys, columns(context, keys, cfg)
+    if not cfg.PREFETCH:
+        pieces = look_up(context, tag, cfg)
+    return tag, keys, columns(context, keys, cfg), pieces
 
 
 @gluon.jit
-def _weights(s, mem, n, prepared, context, state, at, consumer, L: gl.constexpr, cfg: gl.constexpr):
-    """The softmax of a step: (p, m_i, l_i, alpha). at: see `consume`."""
-    tag, keys, column = prepared
+def _look_up_ahead(mem, n, live, context, cfg: gl.constexpr):
+    """Pieces of step n, once its tag is there; if it is not live, of keys that exist."""
+    if cfg.PREFETCH:
+        slot = slot_of(n, cfg)
+        mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg), pred=live)
+        return look_up(context, gl.where(live, get(mem.tags.index(slot)), 0), cfg)
+    else:
+        return 0
+
+
+@gluon.jit
+def _weights(
+    s, mem, n, more, prepared, context, state, at, consumer, L: gl.constexpr, cfg: gl.constexpr
+):
+    """The softmax of a step: (p, m_i, l_i, alpha, the next step's pieces if PREFETCH). more: the
+    tile has a next step. at: see `consume`."""
+    tag, keys, column, pieces = prepared
     _, _, _, factor, base = at
     bias = row_bias(context, tag, cfg)
-    s = modified(s, context, column, keys, factor, cfg)
+    s = modified(s, context, column, pieces, keys, factor, cfg)
+    following = _look_up_ahead(mem, n + 1, more, context, cfg)
     if cfg.MAY_MASK:
         if not is_full(tag, consumer, cfg):
             live = True
             if cfg.APART:
                 live = (tag >> (2 * consumer + 1)) & 1 != 0
             s = masked(s, context, mem, n, keys, live, at, L, cfg)
-    return softmax_step(s, bias, state[0], state[1], base, L, cfg)
+    p, m_i, l_i, alpha = softmax_step(s, bias, state[0], state[1], base, L, cfg)
+    return p, m_i, l_i, alpha, following
 
 
 @gluon.jit
 def _overlapped_step(
-    q, mem, n, acc, p, state, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr,
+    q, mem, n, more, acc, p, state, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Scores and exponentials of step n, the output of step n - 1."""
+    """Scores and exponentials of step n, the output of step n - 1. state = (m_i, l_i, pieces)."""
     slot, last = slot_of(n, cfg), slot_of(n - 1, cfg)
     mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
     s = _scores(q, mem, slot, L, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg))
     acc = _add_output(p, mem, last, acc, cfg)
-    prepared = _prepare(mem, slot, True, context, L, cfg)
+    prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
     s = warpgroup_mma_wait(cfg.PANELS, [s])
     mbarrier.arrive(mem.k_empty.index(slot))
-    weights, m_i, l_i, alpha = _weights(s, mem, n, prepared, context, state, at, consumer, L, cfg)
+    weights, m_i, l_i, alpha, pieces = _weights(
+        s, mem, n, more, prepared, context, state, at, consumer, L, cfg
+    )
     following = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
     acc, p = _finished(acc, p, cfg)
     mbarrier.arrive(mem.v_empty.index(last))
-    return rescaled(acc, alpha, OUT, cfg), following, m_i, l_i
+    return rescaled(acc, alpha, OUT, cfg), following, m_i, l_i, pieces
 
 
 @gluon.jit
@@ -155,18 +180,21 @@ def _overlapped_tile(
     # without a step this multiplies what lies there, which nobody uses
     mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg), pred=live)
     s = _scores(q, mem, slot, L, cfg)
-    prepared = _prepare(mem, slot, live, context, L, cfg)
+    pieces = _look_up_ahead(mem, n, live, context, cfg)
+    prepared = _prepare(mem, slot, live, context, pieces, L, cfg)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(mem.k_empty.index(slot), pred=live)
-    weights, m_i, l_i, _ = _weights(s, mem, n, prepared, context, (m_i, l_i), at, consumer, L, cfg)
+    weights, m_i, l_i, _, pieces = _weights(
+        s, mem, n, steps > 1, prepared, context, (m_i, l_i), at, consumer, L, cfg
+    )
     p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
     if cfg.MAY_BE_EMPTY:
         n += live.to(gl.int32)
     else:
         n += 1
-    for _ in range(1, steps):
-        acc, p, m_i, l_i = _overlapped_step(
-            q, mem, n, acc, p, (m_i, l_i), context, at, consumer, L, OUT, cfg
+    for i in range(1, steps):
+        acc, p, m_i, l_i, pieces = _overlapped_step(
+            q, mem, n, i + 1 < steps, acc, p, (m_i, l_i, pieces), context, at, consumer, L, OUT, cfg
         )
         n += 1
     last = slot_of(n - 1, cfg)
@@ -186,15 +214,16 @@ def _plain_tile(
 ):
     """The same, one after the other."""
     acc, m_i, l_i = empty_state(L, OUT, cfg)
-    for _ in range(0, steps):
+    pieces = _look_up_ahead(mem, n, steps > 0, context, cfg)
+    for i in range(0, steps):
         slot, phase = slot_of(n, cfg), phase_of(n, cfg)
         mbarrier.wait(mem.k_full.index(slot), phase)
         s = _scores(q, mem, slot, L, cfg)
-        prepared = _prepare(mem, slot, True, context, L, cfg)
+        prepared = _prepare(mem, slot, True, context, pieces, L, cfg)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(mem.k_empty.index(slot))
-        weights, m_i, l_i, alpha = _weights(
-            s, mem, n, prepared, context, (m_i, l_i), at, consumer, L, cfg
+        weights, m_i, l_i, alpha, pieces = _weights(
+            s, mem, n, i + 1 < steps, prepared, context, (m_i, l_i), at, consumer, L, cfg
         )
         p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
         acc = rescaled(acc, alpha, OUT, cfg)
@@ -259,7 +288,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         b, h = unit // heads, unit % heads
         row = (tile * cfg.CONSUMERS + consumer) * ROWS
         queries = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-        context = contexts(score_args, mask_args, b, h, queries, q_offset, cfg)
+        context = contexts(score_args, mask_args, b, h, row, queries, q_offset, cfg)
         slot = query_slot(num_tiles, consumer, cfg)
         mbarrier.wait(mem.q_full.index(slot), query_phase(num_tiles, cfg))
         q = slot * cfg.PANELS

@@ -3,7 +3,9 @@
     head(args, b, h) -> tuple                   what depends on b and h: scalars
     row(args, head, b, h, q) -> tuple           what depends on q: q and values are vectors
     column(args, head, b, h, kv) -> tuple       what depends on kv: likewise
-    body(args, head, row, column, b, h, q, kv, [score,] QX) -> score or bool
+    pieces(args, head, b, h, q, kv, N, QX) -> tuple of what each score has to itself: q and kv are
+                                                the first ones of a tile [64, N] (pieces.py)
+    body(args, head, row, column, b, h, q, kv, [pieces, score,] QX) -> score or bool
                                                 the rest, of the shape and layout of the scores
 
 `args` is what `backends.triton.arguments.bind` makes of a bound program. Scores have a layout L of
@@ -14,9 +16,10 @@ two dimensions; QX is the axis that a vector of queries gains to become one of t
 
 q and kv are passed as vectors everywhere; `body` expands them and what `row` and `column` gave. Any
 of the tuples may be taken once and used for many tiles: `head` for a pair (b, h), `row` for a tile
-of queries, `column` for one of keys. All functions are elementwise but for loads by pointers, so
-that they run in any warp, on vectors in any layout. They are `triton.jit` functions, which Gluon
-compiles with its own semantics; a tuple without values has one element that is never used.
+of queries, `column` for one of keys; masks have no `pieces`. All functions are elementwise but for
+loads by pointers and, within a warp, pieces, so that they run in any warp, on vectors in any
+layout. They are `triton.jit` functions, which Gluon compiles with its own semantics; a tuple
+without values has one element that is never used.
 """
 
 from __future__ import annotations
@@ -32,26 +35,29 @@ from attnloom.backends.triton.emit import Target
 from attnloom.backends.triton.fragments import load_module
 from attnloom.ir.node import Program
 
-PARTS = ("head", "row", "column", "body")
+MASK_PARTS = ("head", "row", "column", "body")
+SCORE_PARTS = (*MASK_PARTS, "pieces")
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The four jit functions of one mod."""
+    """The jit functions of one mod; pieces: of a score_mod alone."""
 
     head: JITFunction
     row: JITFunction
     column: JITFunction
     body: JITFunction
+    pieces: JITFunction | None = None
 
     def fields(self, prefix: str) -> dict[str, Any]:
         """Fields SCORE_HEAD, SCORE_ROW ... (or MASK_*) of a kernel's configuration."""
-        return {f"{prefix}_{part.upper()}": getattr(self, part) for part in PARTS}
+        parts = MASK_PARTS if self.pieces is None else SCORE_PARTS
+        return {f"{prefix}_{part.upper()}": getattr(self, part) for part in parts}
 
 
 @functools.lru_cache(maxsize=1024)
 def score_fragment(program: Program, target: Target) -> Fragment:
-    return _fragment("score", emit.emit_score(program, target))
+    return _fragment("score", SCORE_PARTS, emit.emit_score(program, target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +85,9 @@ def bias_fragment(program: Program, target: Target) -> Bias:
 
 @functools.lru_cache(maxsize=1024)
 def mask_fragment(program: Program, target: Target) -> Fragment:
-    return _fragment("mask", emit.emit_mask(program, target))
+    return _fragment("mask", MASK_PARTS, emit.emit_mask(program, target))
 
 
-def _fragment(prefix: str, text: str) -> Fragment:
+def _fragment(prefix: str, parts: tuple[str, ...], text: str) -> Fragment:
     module = load_module(text)
-    return Fragment(*(getattr(module, f"{prefix}_{part}") for part in PARTS))
+    return Fragment(**{part: getattr(module, f"{prefix}_{part}") for part in parts})

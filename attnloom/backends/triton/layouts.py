@@ -51,7 +51,8 @@ class _Spans:
     kv: tuple[int, int]
 
     @staticmethod
-    def of(call: AttentionCall, offsets: tuple[int, int]) -> _Spans:
+    def of(call: AttentionCall, offsets: tuple[int, int], rows: int) -> _Spans:
+        """rows: of queries in a tile, where no power of two."""
         sides = [1, 1] if call.blocks is None else [call.blocks.q_block, call.blocks.kv_block]
         lengths = call.query.size(2), call.key.size(2)
         if call.table is not None:
@@ -62,22 +63,26 @@ class _Spans:
                 offsets, lengths, (max(side, MAX_TILE) for side in sides), strict=True
             )
         )
-        return _Spans(*zip(offsets, ends, strict=True))
+        q, kv = zip(offsets, ends, strict=True)
+        return _Spans((q[0], max(q[1], offsets[0] + -(-lengths[0] // rows) * rows)), kv)
 
 
-def score_layouts(call: AttentionCall) -> Layouts:
-    """Of the tensors that the score_mod captures."""
-    return _layouts(call.score, call, (0, 0))
+def score_layouts(call: AttentionCall, rows: int = MAX_TILE) -> Layouts:
+    """Of the tensors that the score_mod captures. rows: of queries in a tile, if none of those of
+    configs.py."""
+    return _layouts(call.score, call, (0, 0), rows)
 
 
 def mask_layouts(call: AttentionCall) -> Layouts:
     """Of the tensors that the mask_mod captures."""
     blocks = call.blocks
     offsets = (0, 0) if blocks is None else (blocks.q_offset, blocks.kv_offset)
-    return _layouts(call.mask, call, offsets)
+    return _layouts(call.mask, call, offsets, MAX_TILE)
 
 
-def _layouts(bound: BoundProgram | None, call: AttentionCall, offsets: tuple[int, int]) -> Layouts:
+def _layouts(
+    bound: BoundProgram | None, call: AttentionCall, offsets: tuple[int, int], rows: int
+) -> Layouts:
     if bound is None or not bound.tensors:
         return ()
     digest = bound.program.digest
@@ -89,6 +94,7 @@ def _layouts(bound: BoundProgram | None, call: AttentionCall, offsets: tuple[int
     key = (
         digest,
         offsets,
+        rows,
         call.query.size(2),
         call.key.size(2),
         None if blocks is None else (blocks.q_block, blocks.kv_block),
@@ -99,7 +105,7 @@ def _layouts(bound: BoundProgram | None, call: AttentionCall, offsets: tuple[int
     if found is None:
         if len(_known) >= _LIMIT:
             _known.clear()
-        spans = _Spans.of(call, offsets)
+        spans = _Spans.of(call, offsets, rows)
         found = _known[key] = tuple(
             _layout(bound, slot, spans) for slot in range(len(bound.tensors))
         )

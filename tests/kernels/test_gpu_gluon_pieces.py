@@ -1,0 +1,121 @@
+"""Captured elements of single scores, moved 16 bytes a thread (gluon/pieces.py), on a Hopper GPU
+against the oracle; `pytest -m gpu`. A form may wait for a barrier that never comes: each test is a
+process that can be given up."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.harness.case import Case
+from tests.harness.check import check_attention
+from tests.harness.draw import Sizes
+from tests.harness.implementations import attnloom_with
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=300, KV_LEN=400, D=64, Dv=64)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+
+def apart(call: str) -> None:
+    code = f"from tests.kernels.test_gpu_gluon_pieces import *; {call}"
+    done = subprocess.run([sys.executable, "-c", code], timeout=100, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]
+
+
+@contextlib.contextmanager
+def in_pieces(prefetch: bool) -> Iterator[None]:
+    """Inside, captured elements of single scores are moved 16 bytes a thread."""
+    from attnloom.backends.gluon import launch_forward, ready_backward
+
+    in_order, form_of = launch_forward._in_order, ready_backward.form_of
+    found = {"pieces": True, "prefetch": prefetch}
+
+    def forward_forms(call, fixed):
+        return tuple(replace(form, **found) for form in in_order(call, fixed))
+
+    with (
+        mock.patch.object(launch_forward, "_ready", {}),
+        mock.patch.object(launch_forward, "_in_order", forward_forms),
+        mock.patch.object(ready_backward, "_ready", {}),
+        mock.patch.object(ready_backward, "form_of", lambda *a: replace(form_of(*a), **found)),
+    ):
+        yield
+
+
+# whole tiles; rows of whole pieces that end inside a tile; rows that start anywhere
+LENGTHS = [(512, 512), (300, 400), (150, 290)]
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["at once", "a step ahead"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mod", ["full_bias", "pair_bias"])
+def test_captured_elements_in_pieces(mod: str, head_dim: int, prefetch: bool) -> None:
+    apart(f"pieces({mod!r}, {head_dim}, {prefetch})")
+
+
+def pieces(mod: str, head_dim: int, prefetch: bool) -> None:
+    """Both phases, heads in groups and alone."""
+    from tests.kernels.gluon_backward import check_gradients
+
+    with in_pieces(prefetch):
+        for (q_len, kv_len), dtype in zip(LENGTHS, (BF16, FP16, BF16), strict=True):
+            sizes = replace(SIZES, Q_LEN=q_len, KV_LEN=kv_len, D=head_dim, Dv=head_dim)
+            case = Case(mod, sizes, dtype, block_size=128)
+            check_attention(case, attnloom_with("cuda", backend="gluon"), backward=False)
+            check_gradients(case)
+        check_gradients(replace(case, sizes=replace(sizes, Hkv=4, KV_LEN=400)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize("prefetch", [False, True], ids=["at once", "a step ahead"])
+def test_elements_of_every_size_in_pieces(dtype: torch.dtype, prefetch: bool) -> None:
+    apart(f"elements({dtype}, {prefetch})")
+
+
+def elements(dtype: torch.dtype, prefetch: bool) -> None:
+    """A factor and a sum, whose gradients need the elements again; causal, with lists of blocks;
+    tables with padded rows, shared by the batch, and with a head for two."""
+    import attnloom
+    from tests.kernels.gluon_backward import gluon_alone
+
+    draw = torch.Generator(device="cuda").manual_seed(3)
+    heads, q_len, kv_len = 4, 320, 416
+    padded = torch.randn(1, heads // 2, q_len, kv_len + 16, generator=draw, device="cuda")
+    table = (padded > 0 if dtype == torch.bool else 4 * padded).to(dtype)[..., :kv_len]
+    q, k, v = (
+        torch.randn(2, heads, n, 64, generator=draw, device="cuda").to(BF16).requires_grad_()
+        for n in (q_len, kv_len, kv_len)
+    )
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        found = table[0, h // 2, q_idx, kv_idx]
+        return score * (1 + found * 0.25) + found
+
+    mask = attnloom.create_block_mask(
+        lambda b, h, q_idx, kv_idx: q_idx + 96 >= kv_idx, None, None, q_len, kv_len, "cuda"
+    )
+    results = []
+    for backend in ("gluon", "reference"):
+        with in_pieces(prefetch), gluon_alone():
+            options = {"backend": backend}
+            out = attnloom.flex_attention(q, k, v, score_mod, mask, kernel_options=options)
+            gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        results.append((out, *gradients))
+    for mine, expected in zip(*results, strict=True):
+        difference = (mine.double() - expected.double()).norm()
+        assert difference < 2e-2 * expected.double().norm()
