@@ -17,9 +17,6 @@ FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.flo
 DTYPES = (FP64, FP32, BF16, FP16)
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=150, KV_LEN=270, D=64, Dv=64)
 
-# The oracle of these gathers [H, Q, KV] for each score.
-FEW = replace(SIZES, B=1, Hq=2, Hkv=1, Q_LEN=20, KV_LEN=37)
-SLOW_ORACLE = ("chained_bias",)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +31,7 @@ def check(case: Case, **options) -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("mod", sorted(MODS))
 def test_every_mod(mod: str, dtype: torch.dtype) -> None:
-    check(Case(mod, FEW if mod in SLOW_ORACLE else SIZES, dtype))
+    check(Case(mod, SIZES, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

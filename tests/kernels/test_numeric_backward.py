@@ -20,11 +20,6 @@ SMALL = replace(SIZES, Q_LEN=20, KV_LEN=37)
 CORE = ("plain", "causal", "causal_head_slope", "relative_bias", "document_relative_softcap")
 
 
-def sizes_of(mod: str) -> Sizes:
-    # The oracle gathers a whole [H, Q, KV] for each score of a chained lookup.
-    return replace(SMALL, Hq=2, Hkv=1) if mod == "chained_bias" else SIZES
-
-
 def check(case: Case, backend: str = "cpu") -> None:
     check_attention(case, attnloom_with(backend=backend))
 
@@ -32,13 +27,13 @@ def check(case: Case, backend: str = "cpu") -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mod", CORE)
 def test_core_mods(mod: str, dtype: torch.dtype) -> None:
-    check(Case(mod, sizes_of(mod), dtype))
+    check(Case(mod, SIZES, dtype))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mod", sorted(set(MODS) - set(CORE)))
 def test_every_mod_in_float32(mod: str) -> None:
-    check(Case(mod, sizes_of(mod), FP32))
+    check(Case(mod, SIZES, FP32))
 
 
 @pytest.mark.slow
@@ -48,7 +43,7 @@ def test_every_mod_in_float32(mod: str) -> None:
     ids=str,
 )
 def test_every_mod_in_another_dtype(mod: str, dtype: torch.dtype) -> None:
-    check(Case(mod, sizes_of(mod), dtype))
+    check(Case(mod, SIZES, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES_SPARING, ids=str)

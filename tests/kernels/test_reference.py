@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from attnloom.backends.reference import evaluate_lanes, reference_attention, reference_forward
+from attnloom.backends.reference import (
+    evaluate_lanes,
+    lanes,
+    reference_attention,
+    reference_forward,
+)
 from attnloom.block_mask import BlockLists
 from attnloom.errors import ShapeError, UnsupportedError
 from tests.harness.case import Case, draw_problem
@@ -36,9 +41,9 @@ def test_lanes_equal_one_call_per_score(name: str) -> None:
     """Whatever route a mod takes, each score must be what a plain Python call gives for it."""
     problem = draw_problem(Case(name, SMALL, torch.float64))
     score_mod, mask_mod = problem.mods
-    lanes = every_lane(SMALL)
-    scores = torch.randn(lanes[0].shape, dtype=torch.float64)
-    for mod, args in ((score_mod, (scores, *lanes)), (mask_mod, lanes)):
+    at = every_lane(SMALL)
+    scores = torch.randn(at[0].shape, dtype=torch.float64)
+    for mod, args in ((score_mod, (scores, *at)), (mask_mod, at)):
         if mod is None or name in ("document_relative_softcap", "singular_where_masked"):
             continue  # these index out of range, or are NaN, where their mask is false
         got = evaluate_lanes(mod, *args).detach()
@@ -120,9 +125,9 @@ def test_serial_fallback_handles_item_and_list_lookup() -> None:
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + table[int(kv_idx) % 3] * q_idx.item()
 
-    lanes = every_lane(SMALL)
-    got = evaluate_lanes(score_mod, torch.zeros(lanes[0].shape, dtype=torch.float64), *lanes)
-    expected = torch.tensor(table, dtype=torch.float64)[lanes[3] % 3] * lanes[2]
+    at = every_lane(SMALL)
+    got = evaluate_lanes(score_mod, torch.zeros(at[0].shape, dtype=torch.float64), *at)
+    expected = torch.tensor(table, dtype=torch.float64)[at[3] % 3] * at[2]
     torch.testing.assert_close(got, expected)
 
 
@@ -143,25 +148,59 @@ def test_out_of_range_index_wraps_then_clamps(index: int) -> None:
 def test_lookup_forms() -> None:
     table = torch.randn(3, 4, 5, 6)
     a, b = torch.tensor([0, 1, 2, 2]), torch.tensor([4, 0, 3, 1])
+    mask = torch.arange(6) < 3
     cases = {
         "mixed with int": (lambda i, j: table[i, 1, j, 2], table[a, 1, b, 2]),
         "slice": (lambda i, j: table[i, 1:, j].sum(), table[a, 1:, b].sum((1, 2))),
         "ellipsis": (lambda i, j: table[i, ..., j].sum(), table[a, ..., b].sum((1, 2))),
         "none": (lambda i, j: table[None, i, 0, j, 0][0], table[a, 0, b, 0]),
         "chained": (lambda i, j: table[i][2][j, -1], table[a, 2, b, -1]),
+        "chained slice": (
+            lambda i, j: table[i][:, 1:][2, j].sum(),
+            table[a, 2, 1 + b.clamp(max=3)].sum(-1),
+        ),
+        "chained ellipsis": (lambda i, j: table[i][..., j, :][1].sum(), table[a, 1, b].sum(-1)),
+        "chained none": (lambda i, j: table[i][None][0, 1, j, 2], table[a, 1, b, 2]),
+        "chained mask": (lambda i, j: table[i, 1, j][mask].sum(), table[a, 1, b, :3].sum(-1)),
+        "row as argument": (
+            lambda i, j: torch.stack([table[i, 0, j], table[i, 1, j]]).sum(),
+            table[a, :2, b].sum((1, 2)),
+        ),
+        "row of a row": (lambda i, j: table[i, 0, j].view(2, 3)[1, -1], table[a, 0, b, -1]),
+        "unpacked": (lambda i, j: sum(row[j, 0] for row in table[i]), table[a, :, b, 0].sum(1)),
+        "length": (lambda i, j: table[i, 0][j].shape[0] + len(table[i]) + 0 * i, a * 0 + 10),
         "negative": (lambda i, j: table[-i, 0, -j, 0], table[-a, 0, -b, 0]),
     }
     for name, (mod, expected) in cases.items():
         torch.testing.assert_close(evaluate_lanes(mod, a, b), expected, msg=name)
 
 
+def test_too_many_indices_of_a_row_are_refused() -> None:
+    table = torch.randn(3, 4)
+    with pytest.raises(IndexError, match="too many indices for a tensor of dimension 1: 2"):
+        evaluate_lanes(lambda i: table[i][i, 0], torch.arange(3))
+
+
 def test_narrow_chunks_agree_with_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = draw_problem(Case("chained_bias", SMALL, torch.float64))
+    problem = draw_problem(Case("low_rank_dot", SMALL, torch.float64))
     args = problem.query, problem.key, problem.value, problem.mods[0]
     whole, _, _ = reference_attention(*args)
     monkeypatch.setattr("attnloom.backends.reference.lanes.MAX_ELEMENTS", 500)
     pieces, _, _ = reference_attention(*args)
     assert torch.equal(whole, pieces)
+
+
+def test_a_chained_lookup_gathered_a_row_for_every_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bias[b][h][q, kv]` was gathered as [H, Q, KV] elements a score, minutes of every test."""
+    problem = draw_problem(Case("chained_bias", SMALL, torch.float64))
+    args = problem.query, problem.key, problem.value, problem.mods[0]
+    num_scores = problem.captures["bias"].numel()
+    monkeypatch.setattr(lanes, "MAX_ELEMENTS", num_scores)
+    widths: list[int] = []
+    run = lanes._run
+    monkeypatch.setattr(lanes, "_run", lambda mod, at: widths.append(len(at[0])) or run(mod, at))
+    reference_attention(*args)
+    assert widths == [num_scores]
 
 
 def test_block_lists_are_obeyed() -> None:

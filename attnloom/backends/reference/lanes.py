@@ -9,13 +9,16 @@ and reductions over a captured row mean what they say, which broadcasting would 
 - Where vmap refuses (`.item()`, a list indexed by a position), lanes run one after the other, up
   to MAX_SERIAL_LANES.
 - An index into a captured tensor counts from the end if negative and is then clamped.
+- What `captured[i]` leaves to index is gathered when something else than a further index asks for
+  it: `bias[b][h][q, kv]` takes one element a lane, as `bias[b, h, q, kv]` does.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ import torch
 # What torch.vmap itself uses; there is no public unwrap.
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from attnloom.errors import TraceError, UnsupportedError
 
@@ -123,46 +127,106 @@ def _scalar(value: Any, device: torch.device) -> torch.Tensor:
     return value
 
 
+class _Picks(NamedTuple):
+    """Elements of a tensor. at: an index in each lane for each dimension, None for all of it."""
+
+    tensor: torch.Tensor
+    at: list[torch.Tensor | None]
+
+    def indexed(self, index: tuple[Any, ...]) -> _Picks:
+        """With these entries for the dimensions that are whole: integers, tensors without
+        dimensions, slices."""
+        if len(index) > len(self.shape):
+            raise IndexError(
+                f"too many indices for a tensor of dimension {len(self.shape)}: {len(index)}"
+            )
+        plain: list[Any] = []
+        at: list[torch.Tensor | None] = []
+        entries = iter(index)
+        for size, pick in zip(self.tensor.shape, self.at, strict=True):
+            entry = slice(None) if pick is not None else next(entries, slice(None))
+            plain.append(slice(None) if isinstance(entry, torch.Tensor) else entry)
+            if isinstance(entry, torch.Tensor):
+                pick = _wrapped_and_clamped(entry, size)
+            if not isinstance(entry, int):
+                at.append(pick)
+        return _Picks(self.tensor[tuple(plain)], at)
+
+    @property
+    def shape(self) -> list[int]:
+        return [n for n, pick in zip(self.tensor.shape, self.at, strict=True) if pick is None]
+
+    def gathered(self, width: int) -> torch.Tensor:
+        """In a vmap over that many lanes."""
+        if 0 in self.tensor.shape:
+            return self.tensor.new_zeros(self.shape)
+        if math.prod(self.shape) * width > MAX_ELEMENTS and width > 1:
+            raise _TooManyLanesError
+        return torch.ops.aten.index.Tensor(self.tensor, self.at)
+
+
+class _Pending(torch.Tensor):
+    """Picks that leave dimensions, as a tensor that has no elements yet."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    picks: _Picks
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise AssertionError(f"{func} was given elements that were not gathered")
+
+    @staticmethod
+    def of(picks: _Picks) -> _Pending:
+        like = picks.tensor
+        found = torch.Tensor._make_wrapper_subclass(
+            _Pending, picks.shape, dtype=like.dtype, device=like.device
+        )
+        found.picks = picks
+        return found
+
+
 class _LaneMode(TorchFunctionMode):
     """Gives `bool(x)` and `captured[x]` their meaning for lane-dependent x."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self._width = width
+        self._has_pending = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is _CALLS_BOOL:
             return _truth(args[0])
         if func is _CALLS_GETITEM:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if _is_integer_lookup(index):
+            if _is_integer_lookup(index, isinstance(args[0], _Pending)):
                 return self._lookup(args[0], index)
-        return func(*args, **(kwargs or {}))
+        if self._has_pending:
+            args, kwargs = tree_map_only(_Pending, self._gathered, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _gathered(self, pending: _Pending) -> torch.Tensor:
+        return pending.picks.gathered(self._width)
 
     def _lookup(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
-        """`tensor[index]` with integer tensors without dimensions among the indices."""
+        """`tensor[index]` with integer tensors without dimensions among the indices, now or
+        before."""
         index = _without_ellipsis(index, tensor.ndim)
-        plain = tuple(slice(None) if isinstance(i, torch.Tensor) else i for i in index)
-        tensor = tensor[plain]
-        picks: list[torch.Tensor | None] = [None] * tensor.ndim
-        dim, kept = 0, tensor.numel()
-        for entry in index:
-            if isinstance(entry, int):
-                continue  # `plain` has already removed this dimension
-            if isinstance(entry, torch.Tensor):
-                size = tensor.shape[dim]
-                kept = kept // size if size else 0
-                picks[dim] = _wrapped_and_clamped(entry, size)
-            dim += 1
-        if 0 in tensor.shape:
-            return tensor.new_zeros(
-                [n for n, pick in zip(tensor.shape, picks, strict=True) if pick is None]
-            )
-        if kept * self._width > MAX_ELEMENTS and self._width > 1:
-            raise _TooManyLanesError
-        return torch.ops.aten.index.Tensor(tensor, picks)
+        if isinstance(tensor, _Pending):
+            picks = tensor.picks
+        else:
+            # dimensions that `None` adds
+            added = tuple(None if i is None else slice(None) for i in index)
+            tensor = tensor[added]
+            index = tuple(slice(None) if i is None else i for i in index)
+            picks = _Picks(tensor, [None] * tensor.ndim)
+        picks = picks.indexed(index)
+        if not picks.shape:
+            return picks.gathered(self._width)
+        self._has_pending = True
+        return _Pending.of(picks)
 
 
 def _truth(value: torch.Tensor) -> bool:
@@ -179,11 +243,14 @@ def _truth(value: torch.Tensor) -> bool:
     raise _LanesDisagreeError(truth)
 
 
-def _is_integer_lookup(index: tuple[Any, ...]) -> bool:
+def _is_integer_lookup(index: tuple[Any, ...], further: bool) -> bool:
+    """Whether an index has integer tensors; a further one may have integers and slices alone."""
     found = [entry for entry in index if isinstance(entry, torch.Tensor)]
+    if further and None in [entry for entry in index if not isinstance(entry, torch.Tensor)]:
+        return False
     # torch reads bool and uint8 indices as masks; their result has no fixed size.
     masks = (torch.bool, torch.uint8)
-    return bool(found) and all(
+    return (further or bool(found)) and all(
         entry.ndim == 0 and entry.dtype not in masks and not entry.dtype.is_floating_point
         for entry in found
     )
