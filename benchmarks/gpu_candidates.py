@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from attnloom.backends.reference import reference_attention
 from benchmarks import rows as rows_module
 from benchmarks import tables
 from benchmarks.accuracy import Tensors, relative_errors
+from benchmarks.apart import run_apart
 from benchmarks.gpu import alternate
 from benchmarks.gpu_cases import DEVICE, GpuCase
 from benchmarks.gpu_peers import Attention, attention_of
@@ -109,15 +109,14 @@ def _chosen(only: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 
 def run_child(command: Sequence[str], trial: Trial, limit: float) -> Trial:
     """`trial` with what a process of at most `limit` seconds says; it may fault or hang."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
+    ended = run_apart(command, limit)
+    if ended.status is None:
         return replace(trial, verdict="hung", detail=f"nothing after {limit:.0f} s")
-    for line in done.stdout.splitlines():
+    said = ended.text.strip().splitlines()
+    for line in said:
         if line.startswith(_RESULT):
             return Trial(**json.loads(line[len(_RESULT) :]))
-    said = (done.stderr or done.stdout).strip().splitlines()
-    return replace(trial, detail=(said or [f"exit status {done.returncode}"])[-1][:200])
+    return replace(trial, detail=(said or [f"exit status {ended.status}"])[-1][:200])
 
 
 def try_one(name: str, case_name: str) -> Trial:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 import attnloom
+from benchmarks.apart import run_apart
 
 LIMIT_S = 150.0
 _PLACES = ("/usr/local/cuda/bin/compute-sanitizer",)
@@ -54,18 +54,12 @@ def check(name: str, limit: float = LIMIT_S) -> Finding:
 
 
 def judge(name: str, command: Sequence[str], limit: float) -> Finding:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired as late:
-        return Finding(name, "hung", _text(late.stdout) + _text(late.stderr))
-    text = done.stdout + done.stderr
-    if done.returncode == 0 and _CLEAN in text:
-        return Finding(name, "clean", text)
-    return Finding(name, "errors" if "ERROR SUMMARY" in text else "failed", text)
-
-
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    ended = run_apart(command, limit)
+    if ended.status is None:
+        return Finding(name, "hung", ended.text)
+    if ended.status == 0 and _CLEAN in ended.text:
+        return Finding(name, "clean", ended.text)
+    return Finding(name, "errors" if "ERROR SUMMARY" in ended.text else "failed", ended.text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,8 +6,6 @@ groups and strided inputs are in most of them.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,6 +16,7 @@ pytest.importorskip("triton")
 from tests.harness.case import Case
 from tests.harness.draw import Sizes
 from tests.harness.mods import MODS
+from tests.kernels.apart import apart
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=150, KV_LEN=290, D=64, Dv=64)
@@ -116,13 +115,7 @@ _GROUPS = [
 def test_mods_that_tell_heads_apart(mod: str, sizes: Sizes) -> None:
     """Units of a key head were once counted from 0 each, so that barriers were waited for that
     never came: in a process that can be given up."""
-    apart(f"check_apart({mod!r}, {sizes.D})")
-
-
-def apart(call: str) -> None:
-    code = f"from tests.kernels.test_gpu_gluon_backward import *; {call}"
-    done = subprocess.run([sys.executable, "-c", code], timeout=75, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-2000:]
+    apart(check_apart, mod, sizes.D)
 
 
 def check_apart(mod: str, head_dim: int) -> None:
@@ -137,7 +130,7 @@ CAPTURED = sorted(name for name, row in MODS.items() if row.learnable)
 @pytest.mark.parametrize("mod", CAPTURED)
 def test_captured_gradients(mod: str) -> None:
     """Also those that `auto` leaves to the portable kernels (ready_backward.slower)."""
-    apart(f"check_captured({mod!r})")
+    apart(check_captured, mod)
 
 
 def check_captured(mod: str) -> None:
