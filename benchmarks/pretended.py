@@ -46,17 +46,30 @@ class Launch:
     parameters: list[bytes]
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel that was asked for. kinds: types of its arguments. aligned: whether Triton finds
+    each pointer at a multiple of 16, by which it tells kernels apart too."""
+
+    kernel: str
+    config: Any
+    kinds: tuple[Any, ...]
+    aligned: tuple[bool, ...]
+
+
 @dataclass
 class Gpu:
     """The pretended device.
 
     started: launches, as long as `records` is set; reading parameters takes longer than a launch.
-    kernels: names by handle. sizes: bytes of each kernel's parameters. encoded: descriptors made.
+    kernels: names by handle. compiled: what was asked for, in order, repetitions too.
+    sizes: bytes of each kernel's parameters. encoded: descriptors made.
     """
 
     records: bool = False
     started: list[Launch] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
+    compiled: list[Compiled] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
     encoded: int = 0
     stream: int = 0
@@ -68,7 +81,10 @@ class Gpu:
         kinds[kernel.arg_names[-1]] = "constexpr"
         count = sum(_is_descriptor(kind) for kind in kinds.values())
         sizes = [n for k, a in zip(kinds.values(), args, strict=True) for n in _sizes_of(k, a)]
+        aligned = tuple(p.data_ptr() % 16 == 0 for a in args for p in _pointers(a))
+        asked = Compiled(kernel.__name__, args[-1], tuple(kinds.values()), aligned)
         with self.compiling:
+            self.compiled.append(asked)
             self.kernels.append(kernel.__name__)
             self.sizes.append([*sizes, 8, 8])
             handle = len(self.kernels) - 1
@@ -107,6 +123,12 @@ _REST = b"m" * (_MAP_BYTES - 8)
 
 def _is_descriptor(kind: Any) -> bool:
     return isinstance(kind, str) and kind.startswith("tensordesc")
+
+
+def _pointers(argument: Any) -> list[Any]:
+    if isinstance(argument, tuple):
+        return [p for a in argument for p in _pointers(a)]
+    return [argument] if hasattr(argument, "data_ptr") else []
 
 
 def _sizes_of(kind: Any, argument: Any) -> list[int]:

@@ -29,6 +29,6 @@ def type_of(argument: Any) -> Any:
         shape = ",".join(map(str, argument.block_shape))
         layout = f",{argument.layout!r}" if hasattr(argument, "layout") else ""  # Gluon's
         return f"tensordesc<{_FORMATS[argument.base.dtype]}[{shape}]{layout}>"
-    if isinstance(argument, torch.Tensor):
+    if hasattr(argument, "data_ptr"):
         return "*" + _FORMATS[argument.dtype]
     return "fp32" if isinstance(argument, float) else "i32"

@@ -20,14 +20,14 @@ def apart(check: Callable[..., None], *args: Any, limit: float = LIMIT_S) -> Non
     """Run a function of a test's module there, and fail as it does, or when its time is over.
 
     Args:
-        check: found by its module and name. args: have a `repr` that is their value.
+        check: found by its module and name. args: their `repr` is an expression of that module.
         limit: seconds; the process says where it is shortly before.
     """
     call = f"{check.__name__}({', '.join(map(repr, args))})"
     told = max(limit - _TOLD_BEFORE_S, limit / 2)
     code = (
         f"import faulthandler; faulthandler.dump_traceback_later({told})\n"
-        f"from {check.__module__} import {check.__name__}\n{call}\n"
+        f"from {check.__module__} import *\n{call}\n"
         "faulthandler.cancel_dump_traceback_later()"
     )
     ended = run_apart([sys.executable, "-c", code], limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,7 @@ pytest.importorskip("triton")
 from triton import knobs
 
 import attnloom
+from attnloom.backends.triton.beside import wait_for_all
 from tests.cases import (
     test_captures,
     test_dtypes_and_transforms,
@@ -23,6 +23,7 @@ from tests.cases import (
     test_shapes,
     test_wrong_numbers,
 )
+from tests.kernels.recompiles import KERNELS, Kernel, beyond_the_first
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +33,6 @@ pytestmark = [
 ELSEWHERE = (
     "test_case_002",  # test_gpu_launch.py: the precision of a GPU is another question
     "test_case_004",  # the harness draws there; test_gpu_forward.py draws on the GPU
-    "test_case_012",  # names the CPU backend
     "test_case_014_captured_tensor",  # test_gpu_launch.py, at its true size
     "test_case_015",
     "test_case_043",
@@ -46,9 +46,6 @@ ELSEWHERE = (
     "test_the_counter",
     "test_block_sizes_compile",  # tiles of a block are a constant of the kernels
 )
-# What a length or a batch chooses between: the kernels of attention, not those that build masks.
-KERNELS = ("forward_kernel", "decode_kernel", "combine_kernel")
-KERNELS += ("delta_kernel", "key_kernel", "row_kernel")
 
 
 def _cases(module: ModuleType) -> dict[str, Any]:
@@ -77,32 +74,39 @@ def _tensors_on_the_gpu() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _not_of_the_cpu(request: pytest.FixtureRequest) -> None:
+    given = getattr(request.node, "callspec", None)
+    if given is not None and given.params.get("backend") == "cpu":
+        pytest.skip("names the CPU backend")
+
+
+@pytest.fixture(autouse=True)
 def _at_most_one_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_recompiles, "kernels_after_the_first", recompiles_beyond_the_first)
 
 
 def recompiles_beyond_the_first(call: Callable[[int], Any], repeats: int = 5) -> int:
-    """The rule for GPUs: over call(0) .. call(repeats) no kernel is compiled more than twice.
-
-    Short and long lengths take tiles of their own, and few rows go to the decode kernel.
-    """
-    loaded: Counter[str] = Counter()
+    """The rule of recompiles.py over call(0) .. call(repeats)."""
+    calls: list[list[Kernel]] = []
     earlier = knobs.compilation.listener
 
     def listener(*, src: Any, **others: Any) -> None:
         name = getattr(getattr(src, "fn", None), "__name__", "")
         if name in KERNELS:
-            loaded[name] += 1
+            *_, config = src.constants.values()
+            calls[-1].append(Kernel.of(name, config, tuple(src.signature.values())))
         if earlier is not None:
             earlier(src=src, **others)
 
     knobs.compilation.listener = listener
     try:
         for n in range(repeats + 1):
+            calls.append([])
             call(n)
+            wait_for_all()  # kernels of a backward are compiled in threads
     finally:
         knobs.compilation.listener = earlier
-    return sum(max(0, count - 2) for count in loaded.values())
+    return beyond_the_first(calls)
 
 
 def test_the_recompile_counter_counts() -> None:

@@ -5,8 +5,6 @@ process that can be given up."""
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
@@ -18,6 +16,7 @@ from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
 from tests.harness.implementations import attnloom_with
+from tests.kernels.apart import apart
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=300, KV_LEN=400, D=64, Dv=64)
@@ -29,12 +28,6 @@ pytestmark = [
         reason="needs a Hopper GPU",
     ),
 ]
-
-
-def apart(call: str) -> None:
-    code = f"from tests.kernels.test_gpu_gluon_pieces import *; {call}"
-    done = subprocess.run([sys.executable, "-c", code], timeout=100, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-2000:]
 
 
 @contextlib.contextmanager
@@ -65,7 +58,7 @@ LENGTHS = [(512, 512), (300, 400), (150, 290)]
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mod", ["full_bias", "pair_bias"])
 def test_captured_elements_in_pieces(mod: str, head_dim: int, prefetch: bool) -> None:
-    apart(f"pieces({mod!r}, {head_dim}, {prefetch})")
+    apart(pieces, mod, head_dim, prefetch)
 
 
 def pieces(mod: str, head_dim: int, prefetch: bool) -> None:
@@ -84,7 +77,7 @@ def pieces(mod: str, head_dim: int, prefetch: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.bool, torch.int64], ids=str)
 @pytest.mark.parametrize("prefetch", [False, True], ids=["at once", "a step ahead"])
 def test_elements_of_every_size_in_pieces(dtype: torch.dtype, prefetch: bool) -> None:
-    apart(f"elements({dtype}, {prefetch})")
+    apart(elements, dtype, prefetch)
 
 
 def elements(dtype: torch.dtype, prefetch: bool) -> None:

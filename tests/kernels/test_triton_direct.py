@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import struct
 from types import SimpleNamespace
@@ -89,7 +90,9 @@ class Checker:
     checked: list[str] = []
     takes_tensors = False
 
-    def __init__(self, kernel: Any, config: Any, grid: int, options: dict[str, int]) -> None:
+    def __init__(
+        self, kernel: Any, config: Any, grid: int, options: dict[str, int], operands: int = 0
+    ) -> None:
         self.kernel, self.config, self.grid, self.options = kernel, config, grid, options
         self.spills = 0
 
@@ -244,3 +247,31 @@ def test_a_launcher_starts_directly_what_it_was_compiled_for() -> None:
         ("compiled", True), (100, (1,)), (100, (1,)), "by Triton", ("compiled", True), (101, (1,)),
     ]  # fmt: skip
     assert launch.spills == 5
+
+
+def test_nothing_is_assumed_of_addresses_that_are_not_aligned() -> None:
+    """Kernels are compiled, and started by Triton's launcher, without a look at addresses."""
+    told: list[object] = []
+
+    class Kernel:
+        def run(self, *args: Any, **_: object) -> SimpleNamespace:
+            told.append([a.data_ptr() % 16 for a in args[:3]])
+            return SimpleNamespace(
+                n_spills=3, launch_metadata=lambda *_: None, function=7, packed_metadata=(),
+                run=lambda *given: told.append(given[-3]),
+            )  # fmt: skip
+
+    @dataclasses.dataclass
+    class Config:
+        ALIGNED: bool
+
+    tensor = torch.zeros(16)
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
+    with (
+        mock.patch.object(launcher, "direct", lambda *_: None),
+        mock.patch.object(launcher, "driver", SimpleNamespace(active=active)),
+    ):
+        launch = launcher.Launcher(Kernel(), Config(ALIGNED=False), 4, {"num_warps": 4}, 2)
+        launch(True, tensor, tensor, tensor)
+    assert told == [[1, 1, 0], tensor]
+    assert launch.spills == 3

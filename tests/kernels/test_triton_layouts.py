@@ -39,11 +39,20 @@ def test_a_bias_of_whole_tiles_is_read_in_vectors() -> None:
     bias = torch.zeros(1, 2, 256, 256, dtype=torch.bfloat16)
     call = make_call(lambda s, b, h, q, kv: s + bias[b, h, q, kv])
     (layout,) = score_layouts(call)
-    assert layout == "--v--v-ivmi1m"
+    assert layout == "--v--v-iv-i1m"
     assert call.score is not None
     text = emit_score(call.score.program, Target().reading((layout,)))
     assert text.count("clamp_index") == 2  # b and h
     assert "// 8 * 8" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"), [(400, "--v--v--v--1m"), (408, "-----------1-"), (401, "-----------1-")]
+)
+def test_rows_of_a_bias_that_end_inside_a_tile_are_whole_vectors(size: int, layout: str) -> None:
+    bias = torch.zeros(1, 2, size, size, dtype=torch.bfloat16)
+    call = make_call(lambda s, b, h, q, kv: s + bias[b, h, q, kv], length=size)
+    assert score_layouts(call) == (layout,)
 
 
 @pytest.mark.parametrize(("length", "size"), [(200, 256), (256, 255), (200, 200)])
@@ -57,15 +66,15 @@ def test_tiles_that_overhang_a_tensor_are_clamped(length: int, size: int) -> Non
 def test_tiles_of_192_rows_overhang_what_those_of_128_do_not() -> None:
     table = torch.zeros(256)
     call = make_call(lambda s, b, h, q, kv: s + table[q] + table[kv])
-    assert score_layouts(call) == ("-i1m",)
-    assert score_layouts(call, 192) == ("--1m",)
+    assert score_layouts(call) == ("-i1-",)
+    assert score_layouts(call, 192) == ("--1-",)
 
 
 def test_blocks_that_overhang_a_tensor_are_clamped() -> None:
     """The second block of 256 keys has tiles past the 384 keys, and the ids."""
     ids = torch.zeros(384, dtype=torch.int64)
-    assert mask_layouts(make_call(mask_mod=documents(ids), length=384))[0] == "ni1m"
-    assert mask_layouts(make_call(mask_mod=documents(ids), length=384, block=256))[0] == "n-1m"
+    assert mask_layouts(make_call(mask_mod=documents(ids), length=384))[0] == "ni1-"
+    assert mask_layouts(make_call(mask_mod=documents(ids), length=384, block=256))[0] == "n-1-"
 
 
 def test_other_indices_are_clamped() -> None:
@@ -88,9 +97,21 @@ def test_large_ids_stay_wide_and_are_looked_at_again_when_written() -> None:
 
 
 def test_strides_are_told_apart() -> None:
-    table = torch.zeros(256, 2, 12)[:, :, :8]
-    call = make_call(lambda s, b, h, q, kv: s + table[q, h, kv])
-    assert score_layouts(call)[0] == "-ivm-v--1-"
+    for row, layout in ((264, "-iv--v-i1m"), (258, "-i------1-")):  # 16 bytes hold 4 elements
+        table = torch.zeros(256, 2, row)[:, :, :256]
+        call = make_call(lambda s, b, h, q, kv, t=table: s + t[q, h, kv])
+        assert score_layouts(call)[0] == layout
+
+
+def test_sizes_that_change_nothing_made_kernels_of_their_own() -> None:
+    """Ids `[B, S]` of odd, even and other lengths had a layout each: their rows begin at multiples
+    of 16 bytes or do not, which no clamped index profits from."""
+    found: set[tuple[str, ...]] = set()
+    for length in (50, 87, 124, 136, 256, 384):
+        ids = torch.zeros(2, length, dtype=torch.int64)
+        mod = lambda b, h, q, kv, ids=ids: ids[b, q] == ids[b, kv]
+        found.add(mask_layouts(make_call(mask_mod=mod, length=length)))
+    assert found == {("n---" + "-1-",), ("n-v-" + "i1m",)}
 
 
 def test_a_tensor_without_elements_is_not_read_by_position() -> None:

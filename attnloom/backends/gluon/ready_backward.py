@@ -39,6 +39,7 @@ from attnloom.backends.triton.ready_backward import heads_together
 from attnloom.backends.triton.refined import refined
 
 _INT32 = 2**31 - 1
+_PAIR = 2  # out, dout: operands of the preprocess
 _ROWS = NVMMASharedLayout(0, 32, 2)
 # By the wider of both as covered: what the products may do beyond heads' widths (D=96: 4.51 ms
 # padded to 128, 5.18 in the portable kernels, H200; narrower heads were not timed).
@@ -170,7 +171,7 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
         (operands.dv, KEYS // 2, value_width),
     )
     return Ready(
-        Launcher(prepare_kernel, around, rows, {"num_warps": 4}),
+        Launcher(prepare_kernel, around, rows, {"num_warps": 4}, _PAIR),
         Launcher(backward_kernel, main, _programs(key), {"num_warps": 4}),
         Launcher(finish_kernel, around, rows - 1, {"num_warps": 4}),
         tuple(Blank.of(tensor, n, w) for tensor, n, w in boxes),

@@ -41,6 +41,7 @@ from attnloom.backends.triton.transposed import transposed_lists
 _NO_LISTS = (0.0,) * 12
 _NO_SINKS = (0.0,)
 _DELTA_ROWS = 64
+_PAIR = 2  # out, dout: operands of the preprocess
 _DELTA_COLUMNS = 64
 
 
@@ -210,7 +211,7 @@ def _prepare_delta(operands: Operands) -> Launcher:
         ACC=triton_type(operands.real),
     )
     grid = pitch_of(operands) // _DELTA_ROWS * batch * heads
-    return Launcher(delta_kernel, config, grid, {"num_warps": 4})
+    return Launcher(delta_kernel, config, grid, {"num_warps": 4}, _PAIR)
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[float, ...]:

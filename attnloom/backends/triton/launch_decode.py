@@ -42,6 +42,7 @@ from attnloom.backends.triton.splits import (
 MAX_ROWS = 64  # query heads of a group times queries that count as decode
 MAX_ROWS_IDLE = 128  # the same where a forward would leave processors idle
 _NO_LISTS = (0.0,) * 8
+_OPERANDS = 7  # q, k0 .. v2
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     )
     merged = merge_config(config, splits, SPLITTING.at_once)
     return _Ready(
-        Launcher(decode_kernel, config, num_units * num_chunks * splits, tile.options),
+        Launcher(decode_kernel, config, num_units * num_chunks * splits, tile.options, _OPERANDS),
         Launcher(combine_kernel, merged, num_units * num_rows, merge_options(merged)),
         tile,
         key_value_blanks(config, tensors, tile.tile_n),

@@ -39,6 +39,7 @@ from attnloom.backends.triton.preparation import (
 )
 
 _NO_LISTS = (0.0,) * 8
+_OPERANDS = 9  # q0 .. v2
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     if others is not None:
         blanks = (blank_descriptors(query, tile.tile_m, chunk_widths(config, "D")), *others)
     return _Ready(
-        Launcher(forward_kernel, config, num_tiles * batch * heads, tile.options),
+        Launcher(forward_kernel, config, num_tiles * batch * heads, tile.options, _OPERANDS),
         tile,
         blanks,
         pack_ints(shape),

@@ -39,6 +39,7 @@ from attnloom.block_mask import BlockLists
 from attnloom.paged.table import PageTable
 
 _FEW_ROWS = 64  # queries times heads of a group; more are tiled as a forward
+_OPERANDS = 7  # q, k0 .. v2
 _NO_LISTS = (0.0,) * 8
 _FAR = 2**31 - 1
 _FAR_ROOM = 1 << 24  # elements of a page at most, as far as offsets of pages are concerned
@@ -226,7 +227,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     merged = merge_config(config, splits, SPLITTING.at_once)
     merge = Launcher(combine_kernel, merged, num_rows, merge_options(merged))
     return _Ready(
-        Launcher(paged_kernel, config, num_programs * splits, tile.options),
+        Launcher(paged_kernel, config, num_programs * splits, tile.options, _OPERANDS),
         merge if splits > 1 else None,
         key_value_blanks(config, tensors, tile.tile_n),
         num_rows * splits if splits > 1 else 0,

@@ -8,6 +8,7 @@ remembered by), so that the compiled kernel is started with the arguments as the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,22 +27,54 @@ _ALIGNMENT = 16
 OPTIONS = {"enable_fp_fusion": True}
 
 
+@dataclass(frozen=True, slots=True)
+class _Anywhere:
+    """What a kernel is compiled for in place of a tensor whose address may be any."""
+
+    dtype: torch.dtype
+
+    @staticmethod
+    def data_ptr() -> int:
+        return 1
+
+
 class Launcher:
     """Launches `kernel` with a configuration as its last argument.
 
     kernel: a jit function. grid: number of programs. options: num_warps and num_stages.
+    operands: of how many first parameters the configuration's ALIGNED speaks. Where it is False,
+        nothing is assumed of where any of them begins: Triton would compile a kernel for each
+        combination of those that happen to begin at multiples of 16 bytes, to no use.
     spills: registers that each thread of the kernel keeps in memory; known after the first launch.
     """
 
-    __slots__ = ("_compiled", "_device", "_direct", "config", "grid", "kernel", "options", "spills")
+    __slots__ = (
+        "_compiled",
+        "_device",
+        "_direct",
+        "_num_anywhere",
+        "config",
+        "grid",
+        "kernel",
+        "options",
+        "spills",
+    )
 
     def __init__(
-        self, kernel: Any, config: KernelConfig, grid: int, options: dict[str, int]
+        self,
+        kernel: Any,
+        config: KernelConfig,
+        grid: int,
+        options: dict[str, int],
+        operands: int = 0,
     ) -> None:
         self.kernel = kernel
         self.config = config
         self.grid = grid
         self.options = options
+        self._num_anywhere = 0
+        if operands and not object.__getattribute__(config, "ALIGNED"):
+            self._num_anywhere = operands
         self.spills = 0
         self._compiled: Any = None
         self._direct: Direct | None = None
@@ -80,6 +113,11 @@ class Launcher:
 
     def compile(self, args: tuple[object, ...]) -> Any:
         """The kernel for arguments like these, as Triton keeps it for the next who asks."""
+        operands = (
+            _Anywhere(arg.dtype) if isinstance(arg, torch.Tensor) else arg
+            for arg in args[: self._num_anywhere]
+        )
+        args = (*operands, *args[self._num_anywhere :])
         with hashed_once():
             return self.kernel.run(
                 *args, self.config, grid=(self.grid,), warmup=True, **OPTIONS, **self.options
@@ -99,6 +137,10 @@ class Launcher:
         if found is not None:
             self.spills = found.spills
             found(stream_of(self._device), args)
+        elif self._num_anywhere:  # Triton itself would look at addresses
+            self._compiled = compiled
+            self._start_compiled(args)
+            self.spills = compiled.n_spills
         else:
             self._start_anew(args)
         self._compiled, self._direct = compiled, found

@@ -14,10 +14,15 @@ and three for each dimension:
     1   stride 1
     v   the stride is a multiple of 16 bytes
     -   anything else
-    m   the size is a multiple of 16
+    m   the size is a multiple of 16, and the dimension the last of several: rows of a gradient,
+        which lies contiguous, are whole vectors
     -   anything else
 
-A [B, H, Q, KV] bias of whole tiles is "--v--v-ivmi1m", and is read in vectors.
+A [B, H, Q, KV] bias of whole tiles is "--v--v-iv-i1m", and is read in vectors. Facts that are of no
+use alone are left out, or each would compile a kernel more as sizes change: v and m are said
+together, of a tensor whose rows are whole vectors, and so is the i of neighbours. Of a tensor that
+is not read for each score they are said where tiles are inside alone, as nothing else is read in
+vectors.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import torch
 
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.configs import MAX_TILE
-from attnloom.ir.node import BoundProgram, Program
+from attnloom.ir.node import Axes, BoundProgram, Program
 
 VECTOR_BYTES = 16
 _MULTIPLE = 16
@@ -127,13 +132,33 @@ def _layout(bound: BoundProgram, slot: int, spans: _Spans) -> str:
     if not tensor.numel():
         return "-" + UNKNOWN * tensor.dim()  # kernels are given another, see arguments.bind
     unit = VECTOR_BYTES // tensor.element_size()
+    fits = [
+        all(_fits(name, size, spans) for name in _names(bound.program, slot, dim))
+        for dim, size in enumerate(tensor.shape)
+    ]
+    steps, is_table = tensor.stride(), tensor.dim() > 1
+    in_vectors = (
+        1 in steps
+        and all(step == 1 or step % unit == 0 for step in steps)
+        and not (is_table and tensor.size(-1) % _MULTIPLE)
+        and (
+            _is_read_for_each_score(bound.program, slot)
+            or any(inside and step == 1 for inside, step in zip(fits, steps, strict=True))
+        )
+    )
     text = "n" if is_narrow_now(tensor) else "-"
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        names = _names(bound.program, slot, dim)
-        inside = all(_fits(name, size, spans) for name in names)
-        step = "1" if stride == 1 else "v" if stride % unit == 0 else "-"
-        text += ("i" if inside else "-") + step + ("-" if size % _MULTIPLE else "m")
-    return text
+    for inside, step in zip(fits, steps, strict=True):
+        text += "i" if inside and (in_vectors or step != 1) else "-"
+        text += "1" if step == 1 else "v" if in_vectors else "-"
+        text += "-"
+    return text[:-1] + "m" if in_vectors and is_table else text
+
+
+def _is_read_for_each_score(program: Program, slot: int) -> bool:
+    return any(
+        node.op == "load" and node.attr == slot and axes & Axes.Q and axes & Axes.KV
+        for node, axes in zip(program.nodes, program.axes, strict=True)
+    )
 
 
 def _fits(name: str | None, size: int, spans: _Spans) -> bool:

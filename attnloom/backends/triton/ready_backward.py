@@ -22,6 +22,7 @@ _SLOW = frozenset(
     "exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan atan2 sinh cosh tanh "
     "asinh acosh atanh sigmoid erf erfc pow div reciprocal".split()
 )
+_OPERANDS = 12  # q0 .. g2, of both kernels
 _MAX_PARTS = 16
 _MAX_HEADS_TOGETHER = 64
 # dk and dv of wider heads do not fit the registers together; by bytes an element. Two passes cost
@@ -169,7 +170,7 @@ def _prepare_rows(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
         pitch_of(operands),
     )
     config = backward_config(operands, tile, role)
-    launch = Launcher(row_kernel, config, num_tiles * batch * heads, tile.options)
+    launch = Launcher(row_kernel, config, num_tiles * batch * heads, tile.options, _OPERANDS)
     return Ready(launch, tile, widths_of(operands, role), pack_ints(shape))
 
 
@@ -201,7 +202,7 @@ def _prepare_keys(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
         pitch_of(operands),
     )
     config = backward_config(operands, tile, role)
-    launch = Launcher(key_kernel, config, num_tiles * owners, tile.options)
+    launch = Launcher(key_kernel, config, num_tiles * owners, tile.options, _OPERANDS)
     return Ready(launch, tile, widths_of(operands, role), pack_ints(shape), parts)
 
 
