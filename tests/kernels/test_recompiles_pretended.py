@@ -79,6 +79,16 @@ def test_where_views_begin_compiled_kernels() -> None:
     assert recompiles(call, 7) == 0
 
 
+def test_numbers_of_splits_compiled_a_merge_each() -> None:
+    """Two, four, eight and sixteen splits had kernels of their own that merged them."""
+
+    def call(n: int) -> None:
+        q, x = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 100 << n, 64)
+        attnloom.flex_attention(*(t.bfloat16() for t in (q, x, x)))
+
+    assert recompiles(call, 8) == 0
+
+
 def test_the_rule() -> None:
     def kernel(tile: int, tma: bool, *kinds: str) -> list[Kernel]:
         return [Kernel.of("row_kernel", _Config(tile, tma), kinds)]

@@ -168,7 +168,7 @@ class _Picks(NamedTuple):
 class _Pending(torch.Tensor):
     """Picks that leave dimensions, as a tensor that has no elements yet."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
     picks: _Picks
 
     @classmethod

@@ -14,6 +14,7 @@ from attnloom.backends.triton.fields import ForwardConfig, Tensors, value_of
 
 _MAX_SPLITS = 128
 _TILES_TO_BEGIN = 2
+_FEW = 16  # up to here all in one step; a kernel for each power of two would be four
 _MERGED_ELEMENTS = 8192  # of partial_acc at once: 64 registers a thread of 4 warps
 
 
@@ -61,11 +62,11 @@ def merge_config(config: ForwardConfig, splits: int, at_once: int) -> MergeConfi
     """For results of kernels of this configuration."""
     dv = value_of(config, "DV")
     width = triton.next_power_of_2(dv)
-    at_once = min(at_once, max(16, _MERGED_ELEMENTS // width))
+    at_once = min(at_once, max(_FEW, _MERGED_ELEMENTS // width))
     return MergeConfig(
         DV=dv,
         WIDTH=width,
-        SPLITS=min(triton.next_power_of_2(splits), at_once),
+        SPLITS=at_once if splits > _FEW else min(at_once, _FEW),
         **{name: value_of(config, name) for name in _SHARED},
     )
 
