@@ -202,6 +202,17 @@ _CAUSAL = GpuCase("causal", 4, 16, 16, 8192, 8192, 128)
 _DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
 _LONG_DOCUMENTS = GpuCase("documents12", 4, 16, 16, 8192, 8192, 128)
 _FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
+
+_DRAWN = replace(_KEYS_WIDE, persistent=True)
+_DRAWN_FROM_0 = replace(_KEYS_WIDE_FROM_0, persistent=True)
+
+_SHORT = GpuCase("causal", 16, 16, 16, 2048, 2048, 128)
+_FULL = GpuCase("full", 4, 16, 16, 8192, 8192, 128)
+_GROUPED = GpuCase("causal", 4, 32, 8, 8192, 8192, 128)
+_WINDOW = GpuCase("window1024", 4, 16, 16, 8192, 8192, 128)
+_CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
+_ALIBI = GpuCase("causal+alibi", 4, 16, 16, 8192, 8192, 128)
+_CAPPED = GpuCase("causal+softcap", 4, 16, 16, 8192, 8192, 128)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
 _DECODE_FEW = GpuCase("full", 8, 32, 8, 1, 32768, 128)
 _DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
@@ -238,10 +249,45 @@ CANDIDATES = (
         "and 7% (4%) of the steps",
     ),
     Candidate(
+        "backward, tiles drawn",
+        GluonBackward(_DRAWN),
+        (_SHORT, _CAUSAL, _GROUPED, _WINDOW, _FULL),
+        28,
+        "a program's start and end, 8 us of the 47 that it takes at S=2048, run under other work",
+    ),
+    Candidate(
+        "backward, tiles drawn, narrow ids",
+        GluonBackward(replace(_DRAWN, narrow=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        56,
+        "as above, for tiles of five steps",
+    ),
+    Candidate(
+        "backward, tiles drawn, narrow ids, blocks of 64 x 128",
+        FineGluonBackward(replace(_DRAWN, narrow=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        56,
+        "and 7% (4%) of the steps",
+    ),
+    Candidate(
+        "backward with a score_mod, tiles drawn",
+        GluonBackward(_DRAWN_FROM_0),
+        (_ALIBI, _CAPPED),
+        104,
+        "as above, and a third of the registers spilled",
+    ),
+    Candidate(
+        "backward, tiles drawn, D=64",
+        GluonBackward(replace(_KEYS_NARROW_MASKED, persistent=True)),
+        (_CAUSAL_64,),
+        0,
+        "as above",
+    ),
+    Candidate(
         "Gluon backward, D=80 in 128",
         GluonBackward(_KEYS_WIDE),
         (GpuCase("causal", 4, 16, 16, 8192, 8192, 80),),
-        32,
+        36,
         "5 products of 128 columns against 7 of 80: even, if D=96 is what it seems",
     ),
     Candidate(
@@ -255,7 +301,7 @@ CANDIDATES = (
         "captured gradients, a slope a head, D=128",
         GluonBackward(_KEYS_WIDE_FROM_0),
         (GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 128),),
-        340,
+        352,
         "as at D=64 (1.42), but for 44 registers spilled",
     ),
     Candidate(

@@ -1,15 +1,16 @@
 """The Gluon backward's own source run as Python, as gluon_protocol.py runs the forward's: one
-program, whose key tile is visited by the queries of several heads."""
+program, whose key tiles are visited by the queries of several heads."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from attnloom.backends.gluon import (
+    backward_jobs,
     backward_load,
     backward_math,
     backward_shared,
@@ -27,7 +28,7 @@ from tests.kernels.gluon_world import (
     stand_ins,
 )
 
-MODULES = (backward_load, backward_math, backward_shared, backward_sm90, rings)
+MODULES = (backward_jobs, backward_load, backward_math, backward_shared, backward_sm90, rings)
 TILE_M, HALF, LINES = 4, 4, 8
 HEADS, GROUP = 4, 2
 
@@ -62,8 +63,8 @@ class Visit:
     def spare(self) -> int:
         return 2 * HEADS * self.pitch
 
-    def place(self, cfg: Any) -> SimpleNamespace:
-        """What `locate` finds for the program of batch entry 0 and key head 1."""
+    def place(self, cfg: Any, tile: int, num_tiles: int) -> SimpleNamespace:
+        """A tile of batch entry 0 and key head 1."""
         offsets, entries = [0], []
         for unit in range(2 * HEADS):
             own = unit - GROUP if unit < HEADS else unit - HEADS  # units 2, 3, 6 and 7 are visited
@@ -76,21 +77,31 @@ class Visit:
             offsets.append(len(entries))
         steps = (0, 0) if self.same else (HEADS, 1)
         numbers = {
-            "b_kv": 0, "h_kv": 1, "start": 0, "block": 0, "units": len(self.blocks), "group": GROUP,
+            "b_kv": 0, "h_kv": 1, "start": tile * 2 * HALF, "block": 0,
+            "units": len(self.blocks), "group": GROUP,
             "heads": HEADS, "pitch": self.pitch, "spare": self.spare, "q_len": self.q_len,
-            "kv_len": 2 * HALF, "step_b": steps[0], "step_h": steps[1], "key_blocks": 1,
+            "kv_len": num_tiles * 2 * HALF, "step_b": steps[0], "step_h": steps[1],
+            "key_blocks": 1,
         }  # fmt: skip
         memory = {"offsets": Pointer(offsets), "entries": Pointer([*entries, 0])}
         return SimpleNamespace(**{name: Int(n) for name, n in numbers.items()}, **memory)
 
 
 class Backward:
-    """A program with a configuration."""
+    """A program with a configuration, and its tiles one after the other."""
 
-    def __init__(self, cfg: Any, visit: Visit, seed: int, laggard: str = "") -> None:
+    def __init__(self, cfg: Any, visits: Sequence[Visit], seed: int, laggard: str = "") -> None:
         """laggard: "load", "keys" (the first consumer) or "queries" (who computes dq)."""
-        self.cfg, self.visit, self.world, self.laggard = cfg, visit, World(seed), laggard
-        self.added: list[tuple[int, int]] = []  # (line, columns' half) of additions to dq
+        assert cfg.PERSISTENT or len(visits) == 1
+        self.cfg, self.visits, self.world, self.laggard = cfg, visits, World(seed), laggard
+        self.places = [
+            visit.place(cfg, tile, len(visits)) for tile, visit in enumerate(self.visits)
+        ]
+        self.steps = [
+            (tile, *step) for tile, visit in enumerate(visits) for step in visit.steps(cfg)
+        ]
+        self.added: list[tuple[int, int]] = []  # (number of the step, columns' half) of dq
+        self.left: list[tuple[str, int]] = []  # (dk or dv, first key)
 
     def run(self) -> None:
         """To the end.
@@ -98,41 +109,45 @@ class Backward:
         Raises:
             ProtocolError: it would hang or compute something else.
         """
-        cfg, at = self.cfg, self.visit.place(self.cfg)
+        cfg, counter, mine = self.cfg, Pointer([0]), (Int(0), Int(0), Int(1))
         with held(MODULES, self.names()):
             mem = backward_shared.allocate(cfg)
             roles = {
                 "load": functools.partial(
-                    backward_load.load_steps, "q", "do", "k", "v", "stats", mem, at, cfg
+                    backward_load.load_tiles, "q", "do", "k", "v", "stats", mem, None, mine,
+                    counter, cfg,
                 )
-            }
+            }  # fmt: skip
             for which in range(2):
                 roles[("keys", "keys 1")[which]] = functools.partial(
-                    self._own_keys, backward_sm90._own_keys, mem, at, which
+                    self._own_keys, backward_sm90._own_keys, mem, mine, which
                 )
             if cfg.DQ_APART:
                 roles["queries"] = functools.partial(
-                    self._own_queries, backward_sm90._own_queries, mem, at
+                    self._own_queries, backward_sm90._own_queries, mem, mine
                 )
             play(self.world, [(role, 0, name == self.laggard) for name, role in roles.items()])
         halves = (0,) if cfg.DQ_APART else (0, 1)
-        wanted = sorted((step[3], half) for step in self.visit.steps(cfg) for half in halves)
-        if sorted(self.added) != wanted:
-            raise ProtocolError(f"dq of {len(self.added)} steps was added, not of {len(wanted)}")
+        if sorted(self.added) != [(n, half) for n in range(len(self.steps)) for half in halves]:
+            raise ProtocolError(f"dq of {len(self.added)} of {len(self.steps)} steps was added")
+        rows = range(0, 2 * HALF * len(self.visits), HALF)
+        if sorted(self.left) != sorted((name, row) for name in ("dk", "dv") for row in rows):
+            raise ProtocolError(f"results left for {sorted(self.left)}")
+        if counter.memory[0]:
+            raise ProtocolError("the counter was not put back")
 
-    def _own_keys(self, run: Callable[..., Any], mem: Any, at: Any, which: int) -> None:
+    def _own_keys(self, run: Callable[..., Any], mem: Any, mine: Any, which: int) -> None:
         """A consumer, whose products are compared with its steps'."""
         own = self.world.own
-        own.log, own.which = [], which
+        own.log, own.which, own.stores = [], which, []
         numbers = ((1.0, 1.0, 1.0), Int(0), Int(0), Int(0))
-        run(mem, at, None, "dk", "dv", (), (), (), *numbers, which, self.cfg)
-        steps = self.visit.steps(self.cfg)
-        queries = [("q", b, h, row, 0) for b, h, row, _ in steps]
-        gradients = [("do", b, h, row, 0) for b, h, row, _ in steps]
-        keys, values = (("k", 0, 1, which * HALF, 0), ("v", 0, 1, which * HALF, 0))
+        run(mem, None, mine, None, "dk", "dv", (), (), (), *numbers, which, self.cfg)
+        queries = [("q", b, h, row, 0) for _, b, h, row, _ in self.steps]
+        gradients = [("do", b, h, row, 0) for _, b, h, row, _ in self.steps]
+        rows = [tile * 2 * HALF + which * HALF for tile, *_ in self.steps]
         wanted = {
-            "scores": [[keys, q] for q in queries],
-            "dp": [[values, g] for g in gradients],
+            "scores": [[("k", 0, 1, row, 0), q] for row, q in zip(rows, queries, strict=True)],
+            "dp": [[("v", 0, 1, row, 0), g] for row, g in zip(rows, gradients, strict=True)],
             "dv": [[g] for g in gradients],
             "dk": [[q] for q in queries],
         }
@@ -140,30 +155,38 @@ class Backward:
         for reads in own.log:
             if len(reads) == 1:
                 found["dk" if reads[0][0] == "q" else "dv"].append(reads)
-            elif reads[0] in (keys, values):
-                found["scores" if reads[0] == keys else "dp"].append(reads)
-        found["scores"] = found["scores"][: len(steps)]  # one more than steps, of no step
+            elif reads[1][0] in ("q", "do"):
+                found["scores" if reads[1][0] == "q" else "dp"].append(reads)
         for name, reads in wanted.items():
             if found[name] != reads:
                 raise ProtocolError(f"{name} of consumer {which} used {found[name][:3]}")
 
-    def _own_queries(self, run: Callable[..., Any], mem: Any, at: Any) -> None:
+    def _own_queries(self, run: Callable[..., Any], mem: Any, mine: Any) -> None:
         self.world.own.log, self.world.own.which = [], 0
-        run(mem, at, None, self.cfg)
+        run(mem, None, mine, None, self.cfg)
 
     def names(self) -> dict[str, Any]:
         """What the functions' modules hold in place of the language's."""
         found = stand_ins(self.world, 1, MODULES)
-        start_scores, start_dq, give = (
-            found[name] for name in ("_start_scores", "_start_dq", "_give_ds")
-        )
-        total = len(self.visit.steps(self.cfg))
+        start_scores, start_dq, give, keys_of, queries_of = (
+            found[name]
+            for name in (
+                "_start_scores", "_start_dq", "_give_ds", "_keys_of_tile", "_queries_of_tile",
+            )
+        )  # fmt: skip
+        tma = SimpleNamespace(store_wait=self._wait_for_stores)
         return found | {
             "KEYS": 2 * HALF,
             "HALF": HALF,
             "LINES": LINES,
-            "_start_scores": self._counting(start_scores, lambda n: n < total),
-            "_start_dq": self._counting(start_dq, lambda n: n >= 0),
+            "tma": tma,
+            "find_tile": lambda plan, t, cfg: (t, Int(0), Int(1)),
+            "num_tiles_of": lambda plan: len(self.visits),
+            "placed": self._placed,
+            "_keys_of_tile": self._within(keys_of, 2),
+            "_queries_of_tile": self._within(queries_of, 3),
+            "_start_scores": self._counting(start_scores),
+            "_start_dq": self._counting(start_dq),
             "_give_ds": lambda mem, n, ds, which, cfg: give(mem, n, ("ds", n, which), which, cfg),
             "_add_dq": self._add_dq,
             "_dq_places": lambda *_: None,
@@ -176,7 +199,7 @@ class Backward:
             "masked": lambda p, *_: p,
             "weighted": lambda p, *_: p,
             "dscores": lambda weight, dp, rest, sums, *_: (weight, sums),
-            "async_store": lambda *_: None,
+            "async_store": self._store,
             "barrier": lambda: None,
         }
 
@@ -186,13 +209,33 @@ class Backward:
             raise ProtocolError(f"pieces of {pieces} serve {corner} of {context}")
         return Nothing(), Nothing()
 
-    def _counting(self, start: Callable[..., Any], is_step: Callable[[int], bool]):
-        """Products of no step may read what they like."""
+    def _placed(self, _: Any, found: Sequence[int], __: Any) -> Any:
+        tile, b_kv, h_kv = found
+        if (b_kv, h_kv) != (0, 1):
+            raise ProtocolError(f"a tile of batch entry {b_kv} and head {h_kv}")
+        return self.places[tile]
+
+    def _within(self, run: Callable[..., Any], at: int) -> Callable[..., Any]:
+        """A tile's steps are those from its first number on. at: place of (total, num, n)."""
+
+        def within(*args: Any) -> Any:
+            total, _, first = args[at : at + 3]
+            self.world.own.numbers = range(first, first + total)
+            return run(*args)
+
+        return within
+
+    def _counting(self, start: Callable[..., Any]):
+        """Products of no step of the tile may read what they like."""
 
         def started(mem: Any, n: int, *rest: Any) -> Any:
-            self.world.own.live = is_step(n)
+            own = self.world.own
+            own.live = n in own.numbers
+            before = len(own.log)
             product = start(mem, n, *rest)
-            self.world.own.live = True
+            if not own.live:
+                del own.log[before:]
+            own.live = True
             return product
 
         return started
@@ -200,12 +243,24 @@ class Backward:
     def _add_dq(self, _: Any, __: Any, line: int, ___: Any, ____: Any) -> None:
         """The last two products of dq are those of the step that the line belongs to."""
         own = self.world.own
-        found = [reads for reads in own.log if len(reads) == 2 and reads[1][0] == "k"]
-        found = [reads for reads in found if not reads[0] or reads[0][0] == "ds"][-2:]
-        n = next((reads[0][1] for reads in found if reads[0]), 0)
-        wanted = [[("ds", n, i), ("k", 0, 1, i * HALF, 0)] for i in range(2)]
-        steps = self.visit.steps(self.cfg)
-        if found != wanted or n >= len(steps) or steps[n][3] != line:
-            raise ProtocolError(f"dq of line {line} is of {found}")
+        found = [reads for reads in own.log if len(reads) == 2 and reads[0] and reads[0][0] == "ds"]
+        n = found[-1][0][1]
+        tile, _, _, _, wanted = self.steps[n]
+        row = tile * 2 * HALF
+        products = [[("ds", n, i), ("k", 0, 1, row + i * HALF, 0)] for i in range(2)]
+        if found[-2:] != products or wanted != line:
+            raise ProtocolError(f"dq of line {line} is of {found[-2:]}")
         with self.world.changed:
-            self.added.append((int(line), own.which))
+            self.added.append((int(n), own.which))
+
+    def _store(self, name: str, place: list[int], slot: Any) -> None:
+        """A copy to memory, which reads until it is waited for."""
+        self.world.own.stores.append((slot, slot.version))
+        with self.world.changed:
+            self.left.append((name, int(place[2])))
+
+    def _wait_for_stores(self, _: int) -> None:
+        for slot, version in self.world.own.stores:
+            if slot.version != version:
+                raise ProtocolError(f"{slot.content} was copied over results that leave")
+        self.world.own.stores.clear()

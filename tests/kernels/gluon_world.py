@@ -322,7 +322,10 @@ def stand_ins(world: World, programs: int, modules: Sequence[ModuleType]) -> dic
             MBarrierLayout=lambda: None,
         ),
         "tma": SimpleNamespace(store_wait=lambda _: None),
-        "bi": SimpleNamespace(reinterpret=_reinterpreted, async_load=world.copy),
+        "bi": SimpleNamespace(
+            reinterpret=_reinterpreted, async_load=world.copy, scalar=lambda value, _: Int(value),
+            unknown=lambda value: value,
+        ),
         "Shared": lambda *parts: _named(dict(zip(_fields(modules), parts, strict=True))),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": world.multiply,

@@ -51,6 +51,7 @@ def compiled(call: AttentionCall) -> dict[str, Any]:
     out = torch.empty(*rows, call.value.size(3), dtype=call.query.dtype)
     with (
         device_is("sm_90"),
+        mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
         mock.patch.object(ready_backward, "Launcher", _Compiler),
         mock.patch.object(launch_backward, "FEW_SPILLS", 1 << 20),
     ):

@@ -20,13 +20,15 @@ def form(**changed: Any) -> SimpleNamespace:
         TILE_M=TILE_M, STAGES=2, LOG_STAGES=1, D=2 * HALF, DV=2 * HALF, OPERAND=None, SUB=2,
         TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_SCORE=False,
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
-        BY_HEAD=False, HAS_SINKS=False, DQ_APART=False, EARLY=False, FOLD=False, PREFETCH=False,
+        BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
+        FOLD=False, PREFETCH=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
 
 
 FOUR = {"STAGES": 4, "LOG_STAGES": 2}
+DRAWN = {"PERSISTENT": True, "KV_STAGES": 2}
 FORMS = {
     "wide": form(),
     "wide, from -lse and -delta": form(FOLD=True),
@@ -42,6 +44,11 @@ FORMS = {
     ),
     "narrow, by head": form(DQ_APART=True, BY_HEAD=True),
     "narrow, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR),
+    "wide, tiles drawn": form(**DRAWN),
+    "wide, tiles drawn, by head": form(BY_HEAD=True, **DRAWN),
+    "wide, tiles drawn, one list": form(SAME_LISTS=True, **DRAWN),
+    "narrow, tiles drawn": form(DQ_APART=True, **DRAWN),
+    "narrow, tiles drawn, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **DRAWN),
     "no mask": form(
         HAS_LISTS=False, HAS_MASK=False, MAY_MASK=False, NEEDS_QUERIES=False, HAS_TAIL=False, SUB=1
     ),
@@ -66,17 +73,20 @@ def test_every_wait_ends_and_every_product_has_its_operands(name: str, laggard: 
         pytest.skip("no warpgroup of dq alone")
     draw = random.Random(name)
     for seed in range(4):
-        Backward(FORMS[name], visit_of(FORMS[name], draw), seed, laggard).run()
+        cfg = FORMS[name]
+        visits = [visit_of(cfg, draw) for _ in range(draw.randint(1, 5) if cfg.PERSISTENT else 1)]
+        Backward(cfg, visits, seed, laggard).run()
 
 
+SHORT = Visit(((),), False, 4 * 2 * TILE_M)
 LONG = Visit(((0, 1, 2), (1, 3)), False, 4 * 2 * TILE_M)
 
 
 def lists_counted_from_zero(names: dict[str, Any]) -> dict[str, Any]:
     """As once compiled: the number of a step started anew with every head."""
 
-    def step(state, n, total, *rest):
-        return names["_step"](state, n % 3, total, *rest)
+    def step(state, n, end, *rest):
+        return names["_step"](state, n % 3, end, *rest)
 
     return {"_step": step}
 
@@ -92,9 +102,9 @@ def dq_of_this_step(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def queries_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
-    def start_dp(mem, n, which, layout, cfg):
+    def start_dp(mem, n, own, layout, cfg):
         names["mbarrier"].arrive(mem.do_empty.index(names["slot_of"](n, cfg)))
-        return names["_start_dp"](mem, n, which, layout, cfg)
+        return names["_start_dp"](mem, n, own, layout, cfg)
 
     return {"_start_dp": start_dp}
 
@@ -119,11 +129,22 @@ def pieces_of_the_head_before(names: dict[str, Any]) -> dict[str, Any]:
     return {"look_up": look_up}
 
 
+def jobs_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
+    """Keys of another tile may come to where results leave from, and the job is that tile's."""
+
+    def job_of(mem, num):
+        names["done_with_job"](mem, num)
+        return names["job_of"](mem, num)
+
+    return {"job_of": job_of, "done_with_job": lambda mem, num: None}
+
+
 @pytest.mark.parametrize(
     ("name", "mistake"),
     [
         ("wide, prefetch", pieces_of_this_step),
         ("narrow, by head, prefetch", pieces_of_the_head_before),
+        ("wide, tiles drawn", jobs_given_back_early),
         ("wide, by head", lists_counted_from_zero),
         ("wide", dq_of_this_step),
         ("narrow", dq_of_this_step),
@@ -133,7 +154,8 @@ def pieces_of_the_head_before(names: dict[str, Any]) -> dict[str, Any]:
 def test_planted_mistakes_are_found(
     name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = Backward(FORMS[name], LONG, 0, laggard="keys")
+    visits = [SHORT] * 6 if FORMS[name].PERSISTENT else [LONG]
+    launch = Backward(FORMS[name], visits, 0, laggard="keys")
     names = launch.names()
     monkeypatch.setattr(launch, "names", lambda: names | mistake(names))
     with pytest.raises(ProtocolError):

@@ -1,4 +1,4 @@
-"""The producer warp of the backward: TMA copies of a program's keys once, then of every step's
+"""The producer warp of the backward: TMA copies of a tile's keys once, then of every step's
 queries, output gradients and row statistics, as ring slots become empty. Glossary:
 backward_shared.py."""
 
@@ -7,7 +7,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnloom.backends.gluon import builtins as bi
-from attnloom.backends.gluon.backward_shared import HALF, KEYS, LINES, entries_of, unit_of
+from attnloom.backends.gluon.backward_jobs import give_job
+from attnloom.backends.gluon.backward_shared import (
+    HALF,
+    KEYS,
+    LINES,
+    all_steps,
+    entries_of,
+    find_tile,
+    keys_slot,
+    num_tiles_of,
+    placed,
+    unit_of,
+)
 from attnloom.backends.gluon.rings import box, phase_of, put, slot_of
 
 
@@ -40,18 +52,24 @@ def _line(row, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_steps(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexpr):
-    """The partition of the producer."""
-    mbarrier.expect(mem.kv_full, 2 * HALF * (cfg.D + cfg.DV) * 2)
+def _load_keys(k_desc, v_desc, mem, at, num, cfg: gl.constexpr):
+    """Keys and values of the num-th tile. Their place is free once its job could be given."""
+    slot = keys_slot(num, cfg)
+    full = mem.kv_full.index(slot)
+    mbarrier.expect(full, 2 * HALF * (cfg.D + cfg.DV) * 2)
     for i in gl.static_range(2):
         row = at.start + i * HALF
-        k_box = box(mem.k.index(i), HALF, cfg.D, cfg)
-        v_box = box(mem.v.index(i), HALF, cfg.DV, cfg)
-        bi.async_load(k_desc, [at.b_kv, at.h_kv, row, 0], mem.kv_full, k_box)
-        bi.async_load(v_desc, [at.b_kv, at.h_kv, row, 0], mem.kv_full, v_box)
+        k_box = box(mem.k.index(slot * 2 + i), HALF, cfg.D, cfg)
+        v_box = box(mem.v.index(slot * 2 + i), HALF, cfg.DV, cfg)
+        bi.async_load(k_desc, [at.b_kv, at.h_kv, row, 0], full, k_box)
+        bi.async_load(v_desc, [at.b_kv, at.h_kv, row, 0], full, v_box)
+
+
+@gluon.jit
+def _load_steps(q_desc, do_desc, stats, mem, at, n, cfg: gl.constexpr):
+    """All steps of a tile, the first of which is number n; the number after the last."""
     # keys past KV_LEN are zeros, whose exponents may be infinite
     overhangs = (at.start + KEYS > at.kv_len).to(gl.int32) if cfg.HAS_TAIL else 0
-    n = 0
     for unit in range(0, at.units):
         b, h = unit_of(at, unit)
         if cfg.HAS_LISTS:
@@ -69,3 +87,32 @@ def load_steps(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexp
                 partial = 1 if cfg.HAS_MASK else overhangs
                 _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
                 n += 1
+    return n
+
+
+@gluon.jit
+def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter, cfg: gl.constexpr):
+    """The partition of the producer. mine: what `find_tile` found for a program that has one
+    tile. PERSISTENT: tiles are drawn from a counter, each once all copies of the one before are
+    asked for, which consumers are steps behind."""
+    if cfg.PERSISTENT:
+        total = num_tiles_of(plan)
+        n = 0
+        num = 0
+        t = gl.atomic_add(counter, 1)
+        while t < total:
+            found = find_tile(plan, t, cfg)
+            at = placed(plan, found, cfg)
+            give_job(mem, num, found[0], at.b_kv, at.h_kv, all_steps(at, cfg))
+            _load_keys(k_desc, v_desc, mem, at, num, cfg)
+            n = _load_steps(q_desc, do_desc, stats, mem, at, n, cfg)
+            num += 1
+            t = gl.atomic_add(counter, 1)
+        give_job(mem, num, -1, 0, 0, 0)
+        if t == total + gl.num_programs(0) - 1:
+            # the last draw of the launch puts the counter back
+            gl.store(counter, 0)
+    else:
+        at = placed(plan, mine, cfg)
+        _load_keys(k_desc, v_desc, mem, at, 0, cfg)
+        _load_steps(q_desc, do_desc, stats, mem, at, bi.scalar(0, gl.int32), cfg)

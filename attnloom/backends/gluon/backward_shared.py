@@ -26,10 +26,11 @@ _Memory = gl.shared_memory_descriptor
 class Shared:
     """Tiles and barriers in shared memory.
 
-    k, v: [2, HALF, D] of the consumers; also where dk and dv leave from.
+    k, v: [KV_STAGES * 2, HALF, D], slot * 2 + consumer; also where dk and dv leave from.
     q, dout: [STAGES, TILE_M, D]. lse, delta: [STAGES, TILE_M]. tags: [STAGES, 1].
     lines: [LINES, 1].
     ds: [4, HALF, TILE_M], slot * 2 + consumer. ds_empty is for whoever computes dq to say.
+    jobs: [2, 4], see backward_jobs.py.
     """
 
     k: _Memory
@@ -41,6 +42,7 @@ class Shared:
     delta: _Memory
     tags: _Memory
     lines: _Memory
+    jobs: _Memory
     kv_full: _Memory
     q_full: _Memory
     q_empty: _Memory
@@ -48,22 +50,26 @@ class Shared:
     do_empty: _Memory
     ds_full: _Memory
     ds_empty: _Memory
+    job_full: _Memory
+    job_empty: _Memory
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, dout, ds, lse, delta, tags, lines, kv_full, q_full, q_empty, do_full,
-        do_empty, ds_full, ds_empty,
+        self, k, v, q, dout, ds, lse, delta, tags, lines, jobs, kv_full, q_full, q_empty,
+        do_full, do_empty, ds_full, ds_empty, job_full, job_empty,
     ):  # fmt: skip
         self.k, self.v, self.q, self.dout, self.ds = k, v, q, dout, ds
         self.lse, self.delta, self.tags, self.lines = lse, delta, tags, lines
+        self.jobs = jobs
         self.kv_full, self.q_full, self.q_empty = kv_full, q_full, q_empty
         self.do_full, self.do_empty = do_full, do_empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
+        self.job_full, self.job_empty = job_full, job_empty
 
 
 @aggregate
 class Place:
-    """Which keys a program owns, and whose queries it visits.
+    """Which keys a tile has, and whose queries visit them.
 
     b_kv, h_kv, start: batch entry, head and first key. block: key block of the mask.
     units: pairs (b, h) that read these keys: `group` heads for each batch entry of the query.
@@ -102,6 +108,17 @@ class Place:
 
 
 @gluon.jit
+def keys_slot(num, cfg: gl.constexpr):
+    """Where the keys and values of a program's num-th tile lie."""
+    return num & (cfg.KV_STAGES - 1)
+
+
+@gluon.jit
+def keys_phase(num, cfg: gl.constexpr):
+    return (num >> (cfg.KV_STAGES - 1)) & 1
+
+
+@gluon.jit
 def allocate(cfg: gl.constexpr):
     M: gl.constexpr = cfg.TILE_M
     S: gl.constexpr = cfg.STAGES
@@ -109,9 +126,11 @@ def allocate(cfg: gl.constexpr):
     ROWS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    KV: gl.constexpr = cfg.KV_STAGES
+    READERS: gl.constexpr = 3 if cfg.DQ_APART else 2
     mem = Shared(
-        gl.allocate_shared_memory(cfg.OPERAND, [2, HALF, cfg.D], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [2, HALF, cfg.DV], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [KV * 2, HALF, cfg.D], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [KV * 2, HALF, cfg.DV], TILES),
         gl.allocate_shared_memory(cfg.OPERAND, [S, M, cfg.D], TILES),
         gl.allocate_shared_memory(cfg.OPERAND, [S, M, cfg.DV], TILES),
         gl.allocate_shared_memory(cfg.OPERAND, [4, HALF, M], TILES),
@@ -119,15 +138,19 @@ def allocate(cfg: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [S, M], ROWS),
         gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS),
         gl.allocate_shared_memory(gl.int32, [LINES, 1], SCALARS),
-        gl.allocate_shared_memory(gl.int64, [1], BARRIERS),
+        gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
+        gl.allocate_shared_memory(gl.int64, [KV, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
     )
-    mbarrier.init(mem.kv_full, count=1)
+    for i in gl.static_range(KV):
+        mbarrier.init(mem.kv_full.index(i), count=1)
     for i in gl.static_range(S):
         mbarrier.init(mem.q_full.index(i), count=1)
         mbarrier.init(mem.q_empty.index(i), count=2)
@@ -136,36 +159,62 @@ def allocate(cfg: gl.constexpr):
     for i in gl.static_range(2):
         mbarrier.init(mem.ds_full.index(i), count=2)
         mbarrier.init(mem.ds_empty.index(i), count=1 if cfg.DQ_APART else 2)
+        mbarrier.init(mem.job_full.index(i), count=1)
+        mbarrier.init(mem.job_empty.index(i), count=READERS)
     fence_async_shared()
     return mem
 
 
 @gluon.jit
-def locate(lists, shape, cfg: gl.constexpr):
-    """The Place of this program. Programs are numbered as in backends/triton/backward_keys.py:
-    within heads that share the L2 cache, key tiles with most live rows first.
+def plan_of(lists, shape):
+    """What all tiles of a launch have in common, in the order of `find_tile` and `placed`.
 
     shape = (Hq, Hkv, GROUP, Q_LEN, KV_LEN, B, key tiles, q_offset, kv_offset, heads of a batch,
     units, Bkv * Hkv, PITCH)."""
-    heads, heads_kv, group = whole32(shape, 0), whole32(shape, 3), whole32(shape, 6)
-    num_tiles, together = whole32(shape, 18), whole32(shape, 27)
-    pid = gl.program_id(0)
-    batch = pid // (together * num_tiles)
-    width = gl.minimum(whole32(shape, 33) - batch * together, together)
-    local = pid - batch * together * num_tiles
+    heads, pitch = whole32(shape, 0), whole32(shape, 36)
+    spare = whole32(shape, 15) * heads * pitch
+    return (
+        whole32(shape, 18), whole32(shape, 27), whole32(shape, 33), whole32(shape, 3),
+        whole32(shape, 6), whole32(shape, 30), heads, pitch, spare, whole32(shape, 9),
+        whole32(shape, 12), lists[0], lists[1], lists[2], whole32(lists, 3), whole32(lists, 6),
+        whole32(lists, 9),
+    )  # fmt: skip
+
+
+@gluon.jit
+def find_tile(plan, t, cfg: gl.constexpr):
+    """(key tile, b_kv, h_kv) of the t-th tile of a launch. Tiles are numbered as in
+    backends/triton/backward_keys.py: within heads that share the L2 cache, those with most live
+    rows first."""
+    num_tiles, together, kv_units, heads_kv, group = plan[0], plan[1], plan[2], plan[3], plan[4]
+    batch = t // (together * num_tiles)
+    width = gl.minimum(kv_units - batch * together, together)
+    local = t - batch * together * num_tiles
     tile = local // width
     index = batch * together + local % width
     b_kv, h_kv = index // heads_kv, index % heads_kv
-    step_b, step_h, key_blocks = whole32(lists, 3), whole32(lists, 6), whole32(lists, 9)
     if cfg.HAS_LISTS:
+        work, step_b, step_h = plan[13], plan[14], plan[15]
         unit = b_kv * step_b + h_kv * group * step_h
-        tile = gl.load(lists[2] + (unit * num_tiles + tile) * 3).to(gl.int32)
-    pitch = whole32(shape, 36)
+        tile = gl.load(work + (unit * num_tiles + tile) * 3).to(gl.int32)
+    return tile, b_kv, h_kv
+
+
+@gluon.jit
+def placed(plan, found, cfg: gl.constexpr):
+    """The Place of a tile that `find_tile` found."""
+    tile, b_kv, h_kv = found
     return Place(
-        b_kv, h_kv, tile * KEYS, tile // cfg.TILES_PER_BLOCK, whole32(shape, 30), group, heads,
-        pitch, whole32(shape, 15) * heads * pitch, whole32(shape, 9), whole32(shape, 12), lists[0],
-        lists[1], step_b, step_h, key_blocks,
+        b_kv, h_kv, tile * KEYS, tile // cfg.TILES_PER_BLOCK, plan[5],
+        plan[4], plan[6], plan[7], plan[8], plan[9], plan[10], plan[11], plan[12], plan[14],
+        plan[15], plan[16],
     )  # fmt: skip
+
+
+@gluon.jit
+def num_tiles_of(plan):
+    """Tiles of a launch."""
+    return plan[0] * plan[2]
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""dq, dk and dv on Hopper: one program 128 keys of a key head, over the live queries of its group.
+"""dq, dk and dv on Hopper: a tile is 128 keys of a key head, over the live queries of its group.
 
 Five products a step by recomputation (Dao et al. 2022, 2023), with a warp that loads and two
 warpgroups that own half of the keys each (Shah et al. 2024). Scores are kept transposed, so that p
@@ -12,6 +12,8 @@ reductions 5% (H200, D=128 and 64).
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
     PREFETCH   what single scores look up is loaded a step ahead, into registers
+    PERSISTENT one program a processor draws tiles, and copies for the next one are under way while
+               dk and dv leave; otherwise a program has one tile
 
 Glossary: backward_shared.py. Prefixes: p, ds as operands in registers.
 """
@@ -27,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnloom.backends.gluon import builtins as bi
-from attnloom.backends.gluon.backward_load import load_steps
+from attnloom.backends.gluon.backward_jobs import done_with_job, job_of, wait_for_job
+from attnloom.backends.gluon.backward_load import load_tiles
 from attnloom.backends.gluon.backward_math import (
     contexts,
     dscores,
@@ -40,10 +43,15 @@ from attnloom.backends.gluon.backward_math import (
 )
 from attnloom.backends.gluon.backward_shared import (
     HALF,
+    KEYS,
     LINES,
     all_steps,
     allocate,
-    locate,
+    find_tile,
+    keys_phase,
+    keys_slot,
+    placed,
+    plan_of,
     steps_of,
     unit_of,
 )
@@ -65,46 +73,46 @@ def _product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(mem, n, base, which, L: gl.constexpr, cfg: gl.constexpr):
-    """k . q^T of a step, less lse if FOLD."""
+def _start_scores(mem, n, base, own, L: gl.constexpr, cfg: gl.constexpr):
+    """k . q^T of a step, less lse if FOLD. own: where the consumer's keys lie."""
     slot = slot_of(n, cfg)
     init = 0.0
     if cfg.FOLD:
         init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * (-1.0 / base)
-    return _product(mem.k.index(which), mem.q.index(slot), init, L, cfg)
+    return _product(mem.k.index(own), mem.q.index(slot), init, L, cfg)
 
 
 @gluon.jit
-def _start_dp(mem, n, which, L: gl.constexpr, cfg: gl.constexpr):
+def _start_dp(mem, n, own, L: gl.constexpr, cfg: gl.constexpr):
     """v . dout^T of a step, less delta if FOLD."""
     slot = slot_of(n, cfg)
     init = 0.0
     if cfg.FOLD:
         init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
-    return _product(mem.v.index(which), mem.dout.index(slot), init, L, cfg)
+    return _product(mem.v.index(own), mem.dout.index(slot), init, L, cfg)
 
 
 @gluon.jit
-def _start_dq(mem, n, which, cfg: gl.constexpr):
-    """dscore . k of a step over both halves of the keys: two products. DQ_APART: all columns,
-    otherwise the which-th half of them."""
+def _start_dq(mem, n, kv, which, cfg: gl.constexpr):
+    """dscore . k of a step over both halves of the keys, which lie at kv and kv + 1: two products.
+    DQ_APART: all columns, otherwise the which-th half of them."""
     if cfg.DQ_APART:
-        return _start_dq_columns(mem, n, 0, cfg)
+        return _start_dq_columns(mem, n, kv, 0, cfg)
     else:
         # where columns begin is a constant; the branch is gone once `which` is one
         if which == 0:
-            dq = _start_dq_columns(mem, n, 0, cfg)
+            dq = _start_dq_columns(mem, n, kv, 0, cfg)
         else:
-            dq = _start_dq_columns(mem, n, 1, cfg)
+            dq = _start_dq_columns(mem, n, kv, 1, cfg)
         return dq
 
 
 @gluon.jit
-def _start_dq_columns(mem, n, HALF_OF_THEM: gl.constexpr, cfg: gl.constexpr):
+def _start_dq_columns(mem, n, kv, HALF_OF_THEM: gl.constexpr, cfg: gl.constexpr):
     WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     slot = n & 1
-    k0, k1 = mem.k.index(0), mem.k.index(1)
+    k0, k1 = mem.k.index(kv), mem.k.index(kv + 1)
     if not cfg.DQ_APART:
         k0 = k0.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
         k1 = k1.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
@@ -142,27 +150,49 @@ def _add_dq(dq_ptr, places, line, dq, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _add_late_dq(mem, n, line, dq_ptr, places, which, cfg: gl.constexpr):
-    """dq of step n, if there is one, from start to end."""
-    mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1, pred=n >= 0)
-    dq = warpgroup_mma_wait(0, [_start_dq(mem, n, which, cfg)])
-    mbarrier.arrive(mem.ds_empty.index(n & 1), pred=n >= 0)
-    if n >= 0:
+def _add_late_dq(mem, n, live, line, dq_ptr, places, kv, which, cfg: gl.constexpr):
+    """dq of step n, if there is one (live), from start to end."""
+    mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1, pred=live)
+    dq = warpgroup_mma_wait(0, [_start_dq(mem, n, kv, which, cfg)])
+    mbarrier.arrive(mem.ds_empty.index(n & 1), pred=live)
+    if live:
         _add_dq(dq_ptr, places, line, dq, cfg)
 
 
 @gluon.jit
-def _own_queries(mem, at, dq_ptr, cfg: gl.constexpr):
-    """The partition of dq, if it has one."""
-    places = _dq_places(dq_ptr, 0, cfg)
-    total = all_steps(at, cfg)
-    mbarrier.wait(mem.kv_full, 0)
-    for n in range(0, total):
+def _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg: gl.constexpr):
+    """dq of the steps of a program's num-th tile, the first of which is number n; the number after
+    the last."""
+    slot = keys_slot(num, cfg)
+    mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
+    for _ in range(0, total):
         mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1)
         line = get(mem.lines.index(n & (LINES - 1)))
-        dq = warpgroup_mma_wait(0, [_start_dq(mem, n, 0, cfg)])
+        dq = warpgroup_mma_wait(0, [_start_dq(mem, n, slot * 2, 0, cfg)])
         mbarrier.arrive(mem.ds_empty.index(n & 1))
         _add_dq(dq_ptr, places, line, dq, cfg)
+        n += 1
+    return n
+
+
+@gluon.jit
+def _own_queries(mem, plan, mine, dq_ptr, cfg: gl.constexpr):
+    """The partition of dq, if it has one."""
+    places = _dq_places(dq_ptr, 0, cfg)
+    if cfg.PERSISTENT:
+        n = 0
+        num = 0
+        wait_for_job(mem, 0)
+        tile, _, _, total = job_of(mem, 0)
+        while tile >= 0:
+            done_with_job(mem, num)
+            n = _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg)
+            num += 1
+            wait_for_job(mem, num)
+            tile, _, _, total = job_of(mem, num)
+    else:
+        total = all_steps(placed(plan, mine, cfg), cfg)
+        _queries_of_tile(mem, dq_ptr, places, total, 0, bi.scalar(0, gl.int32), cfg)
 
 
 @gluon.jit
@@ -181,18 +211,22 @@ def _look_up_ahead(mem, n, live, context, first, cfg: gl.constexpr):
 
 @gluon.jit
 def _step(
-    state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, end, which,
+    state, n, ends, mem, context, dq_ptr, places, sinks, numbers, keys, kv, which,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """One step. state = (its raw scores, dk, dv, line of the step before, sums, pieces), and of the
-    next one on return. end: number of the last step for this context + 1."""
+    next one on return. ends: the first step after the tile, and after those of this context. kv:
+    where the tile's keys lie."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
     factor, base, kv_len, first, q_offset, kv_offset = numbers
     s, dk, dv, line_before, sums, pieces = state
     slot, phase = slot_of(n, cfg), phase_of(n, cfg)
-    more = n + 1 < total
+    end, stop = ends
+    more = n + 1 < end
+    if cfg.PERSISTENT:
+        kv = bi.unknown(kv)
     queries = gl.arange(0, cfg.TILE_M, gl.SliceLayout(0, L))
     partial, row = False, 0
     if cfg.NEEDS_QUERIES:
@@ -204,10 +238,10 @@ def _step(
     if not cfg.PREFETCH:
         pieces = look_up(context, corner, cfg)
     mbarrier.wait(mem.do_full.index(slot), phase)
-    dp = _start_dp(mem, n, which, L, cfg)
+    dp = _start_dp(mem, n, kv + which, L, cfg)
     if cfg.EARLY:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        s_next = _start_scores(mem, n + 1, base, which, L, cfg)
+        s_next = _start_scores(mem, n + 1, base, kv + which, L, cfg)
     x, rest = modified(s, context, sinks, pieces, corner, queries, keys, factor, cfg)
     exponent = x * base
     if not cfg.FOLD:
@@ -223,7 +257,7 @@ def _step(
     following = 0
     if cfg.PREFETCH:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        following = _look_up_ahead(mem, n + 1, n + 1 < end, context, first, cfg)
+        following = _look_up_ahead(mem, n + 1, n + 1 < stop, context, first, cfg)
     dp = warpgroup_mma_wait(1 if cfg.EARLY else 0, [dp])
     if not cfg.FOLD:
         dp = dp - mem.delta.index(slot).load(gl.SliceLayout(0, L))[None, :]
@@ -245,7 +279,7 @@ def _step(
         mbarrier.arrive(mem.q_empty.index(slot))
     elif cfg.DQ_APART:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        s_next = _start_scores(mem, n + 1, base, which, L, cfg)
+        s_next = _start_scores(mem, n + 1, base, kv + which, L, cfg)
         dv, p_left = warpgroup_mma_wait(2, [dv, p_left])
         mbarrier.arrive(mem.do_empty.index(slot))
         dk, ds_left = warpgroup_mma_wait(1, [dk, ds_left])
@@ -259,49 +293,50 @@ def _step(
         dv, p_left = warpgroup_mma_wait(1, [dv, p_left])
         mbarrier.arrive(mem.do_empty.index(slot))
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=n > 0)
-        dq = _start_dq(mem, before, which, cfg)
-        s_next = _start_scores(mem, n + 1, base, which, L, cfg)
+        mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=line_before >= 0)
+        dq = _start_dq(mem, before, kv, which, cfg)
+        s_next = _start_scores(mem, n + 1, base, kv + which, L, cfg)
         dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
         mbarrier.arrive(mem.q_empty.index(slot))
         dq = warpgroup_mma_wait(1, [dq])
-        mbarrier.arrive(mem.ds_empty.index(before & 1), pred=n > 0)
-        if n > 0:
+        mbarrier.arrive(mem.ds_empty.index(before & 1), pred=line_before >= 0)
+        if line_before >= 0:
             _add_dq(dq_ptr, places, line_before, dq, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
     return s_next, dk, dv, line, sums, following
 
 
 @gluon.jit
-def _leave(desc, tile, acc, at, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
+def _leave(desc, tile, acc, b, h, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
     """dk or dv of a consumer to memory, by way of the keys' or values' place."""
     tile.store(acc.to(cfg.OPERAND))
     fence_async_shared()
     barrier()
-    async_store(desc, [at.b_kv, at.h_kv, row, 0], box(tile, HALF, WIDTH, cfg))
+    async_store(desc, [b, h, row, 0], box(tile, HALF, WIDTH, cfg))
 
 
 @gluon.jit
-def _own_keys(
-    mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset,
-    kv_offset, which, cfg: gl.constexpr,
+def _keys_of_tile(
+    mem, at, total, num, n, dq_ptr, places, dk_desc, dv_desc, score_args, mask_args, sinks, scales,
+    kv_len, q_offset, kv_offset, which, cfg: gl.constexpr,
 ):  # fmt: skip
-    """What a consumer does."""
+    """dk and dv of the program's num-th tile of `total` steps, the first of which is number n; the
+    number after the last."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
     row = at.start + which * HALF
     keys = row + gl.arange(0, HALF, gl.SliceLayout(1, L))
-    places = _dq_places(dq_ptr, which, cfg)
+    slot = keys_slot(num, cfg)
+    kv = slot * 2
     dk = gl.zeros([HALF, cfg.D], gl.float32, DK)
     dv = gl.zeros([HALF, cfg.DV], gl.float32, DV)
     factor, base, outgoing = scales
     numbers = (factor, base, kv_len, row, q_offset, kv_offset)
-    total = all_steps(at, cfg)
-    mbarrier.wait(mem.kv_full, 0)
-    mbarrier.wait(mem.q_full.index(0), 0, pred=total > 0)
-    s = warpgroup_mma_wait(0, [_start_scores(mem, 0, base, which, L, cfg)])
-    n = 0
+    end = n + total
+    mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
+    mbarrier.wait(mem.q_full.index(slot_of(n, cfg)), phase_of(n, cfg), pred=total > 0)
+    s = warpgroup_mma_wait(0, [_start_scores(mem, n, base, kv + which, L, cfg)])
     line = -1
     if cfg.BY_HEAD:
         parts = at.units
@@ -317,62 +352,102 @@ def _own_keys(
         pieces = 0
         if cfg.PREFETCH:
             pieces = _look_up_ahead(mem, n, steps > 0, context, row, cfg)
-        end = n + steps
-        for _ in range(0, steps):
+        stop = n + steps
+        while n < stop:
             state = (s, dk, dv, line, sums, pieces)
             s, dk, dv, line, sums, pieces = _step(
-                state, n, total, mem, context, dq_ptr, places, sinks, numbers, keys, end, which, cfg
-            )
-            # `n = end` after the loop would not be carried to the next unit
+                state, n, (end, stop), mem, context, dq_ptr, places, sinks, numbers, keys, kv,
+                which, cfg,
+            )  # fmt: skip
             n += 1
         if cfg.HAS_SINKS:
             args, head, column = context[4]
             cfg.GRAD_FLUSH(args, sinks, head, column, b, h, keys, sums)
+    last = n - 1
     if not cfg.DQ_APART:
-        _add_late_dq(mem, total - 1, line, dq_ptr, places, which, cfg)
-    _leave(dv_desc, mem.v.index(which), dv, at, row, cfg.DV, cfg)
+        _add_late_dq(mem, last, total > 0, line, dq_ptr, places, kv, which, cfg)
+    b, h = at.b_kv, at.h_kv
+    if cfg.PERSISTENT:
+        tile, b, h, _ = job_of(mem, num)
+        row = tile * KEYS + which * HALF
+    _leave(dv_desc, mem.v.index(kv + which), dv, b, h, row, cfg.DV, cfg)
     # keys are read for dq of both halves
-    last = total - 1
     mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
-    _leave(dk_desc, mem.k.index(which), dk * outgoing, at, row, cfg.D, cfg)
+    _leave(dk_desc, mem.k.index(kv + which), dk * outgoing, b, h, row, cfg.D, cfg)
     tma.store_wait(0)
+    if cfg.PERSISTENT:
+        done_with_job(mem, num)
+    return n
+
+
+@gluon.jit
+def _own_keys(
+    mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len,
+    q_offset, kv_offset, which, cfg: gl.constexpr,
+):  # fmt: skip
+    """What a consumer does. mine: see `load_tiles`."""
+    places = _dq_places(dq_ptr, which, cfg)
+    if cfg.PERSISTENT:
+        n = 0
+        num = 0
+        wait_for_job(mem, 0)
+        tile, b_kv, h_kv, total = job_of(mem, 0)
+        while tile >= 0:
+            at = placed(plan, (tile, b_kv, h_kv), cfg)
+            n = _keys_of_tile(
+                mem, at, total, num, n, dq_ptr, places, dk_desc, dv_desc, score_args, mask_args,
+                sinks, scales, kv_len, q_offset, kv_offset, which, cfg,
+            )  # fmt: skip
+            num += 1
+            wait_for_job(mem, num)
+            tile, b_kv, h_kv, total = job_of(mem, num)
+    else:
+        at = placed(plan, mine, cfg)
+        _keys_of_tile(
+            mem, at, all_steps(at, cfg), 0, bi.scalar(0, gl.int32), dq_ptr, places, dk_desc,
+            dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset, kv_offset, which, cfg,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _consumer(
-    mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset,
-    kv_offset, NUMBER: gl.constexpr, cfg: gl.constexpr,
+    mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len,
+    q_offset, kv_offset, NUMBER: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """The partition of a consumer; why its number is a value: forward_sm90.py."""
     number = bi.scalar(NUMBER, gl.int32)
     _own_keys(
-        mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset,
-        kv_offset, number, cfg,
+        mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len,
+        q_offset, kv_offset, number, cfg,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "scales", "shape"])
 def backward_kernel(
-    q_desc, do_desc, k_desc, v_desc, stats, dk_desc, dv_desc, dq_ptr, lists, score_args, mask_args,
-    sinks, scales, shape, cfg: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, stats, dk_desc, dv_desc, dq_ptr, counter, lists, score_args,
+    mask_args, sinks, scales, shape, cfg: gl.constexpr,
 ):  # fmt: skip
     """scales: factor and base of score_form.py, and what dk and dq are scaled by. shape: see
-    backward_shared.locate. lists = (offsets, entries, work, batch step, head step, key blocks) of
+    backward_shared.plan_of. lists = (offsets, entries, work, batch step, head step, key blocks) of
     the transposed mask. stats: backward.py's, [2, lines]. dq_ptr: [lines, D] float32, zeros
-    before."""
+    before. counter: one int32, 0 before and after."""
     mem = allocate(cfg)
-    at = locate(lists, shape, cfg)
+    plan = plan_of(lists, shape)
+    mine = (0, 0)
+    if not cfg.PERSISTENT:
+        mine = find_tile(plan, gl.program_id(0), cfg)
     kv_len = whole32(shape, 12)
     q_offset, kv_offset = whole32(shape, 21), whole32(shape, 24)
     if cfg.DQ_APART:
         bi.warp_specialize(
             [
-                (_consumer, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
-                             scales, kv_len, q_offset, kv_offset, 0, cfg)),
-                (_consumer, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
-                             scales, kv_len, q_offset, kv_offset, 1, cfg)),
-                (_own_queries, (mem, at, dq_ptr, cfg)),
-                (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
+                             sinks, scales, kv_len, q_offset, kv_offset, 0, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
+                             sinks, scales, kv_len, q_offset, kv_offset, 1, cfg)),
+                (_own_queries, (mem, plan, mine, dq_ptr, cfg)),
+                (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
+                              cfg)),
             ],
             [4, 4, 1],
             [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS],
@@ -380,11 +455,12 @@ def backward_kernel(
     else:
         bi.warp_specialize(
             [
-                (_consumer, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
-                             scales, kv_len, q_offset, kv_offset, 0, cfg)),
-                (_consumer, (mem, at, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks,
-                             scales, kv_len, q_offset, kv_offset, 1, cfg)),
-                (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
+                             sinks, scales, kv_len, q_offset, kv_offset, 0, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
+                             sinks, scales, kv_len, q_offset, kv_offset, 1, cfg)),
+                (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
+                              cfg)),
             ],
             [4, 1],
             [cfg.REGISTERS, cfg.LOAD_REGISTERS],

@@ -60,6 +60,15 @@ def warp_specialize(
 
 
 @gluon.jit
+def unknown(x):
+    """An int32 that the compiler knows nothing of: what depends on it is computed where it is used,
+    and not ahead of a loop, where it would take registers all along."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def exp2_fast(x):
     """2**x; results below 2**-126 are 0."""
     return gl.inline_asm_elementwise(

@@ -21,8 +21,8 @@ STEP = 64  # queries of a step
 class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
-    16 bytes a thread (pieces.py). prefetch: a step ahead. None of the three was seen on a device
-    yet. The others: see backward_sm90.py and fields_backward.py.
+    16 bytes a thread (pieces.py). prefetch: a step ahead. None of the three and
+    `persistent` was seen on a device yet. The others: see backward_sm90.py and fields_backward.py.
     """
 
     stages: int
@@ -35,6 +35,7 @@ class Form:
     narrow: bool = False
     pieces: bool = False
     prefetch: bool = False
+    persistent: bool = False
 
 
 _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)

@@ -29,6 +29,7 @@ class BackwardSm90Config(Sm90Config):
 
     SUB: of a block of queries. HAS_SCORE, HAS_BIAS, UNSCALED: without parts if HAS_SINKS.
     TILES_PER_BLOCK: programs in a block of keys. SAME_LISTS: all units have the same live blocks.
+    KV_STAGES: slots for the keys and values of a tile.
     BY_HEAD: fragments tell heads apart, or captured gradients are summed by head.
     NEEDS_QUERIES: consumers ask which queries a step has.
     HAS_SINKS: captured gradients. SLOPE_FIRST: there are none, and the derivative by the score is
@@ -39,6 +40,8 @@ class BackwardSm90Config(Sm90Config):
     TILE_M: int
     TILES_PER_BLOCK: int
     SAME_LISTS: bool
+    PERSISTENT: bool
+    KV_STAGES: int
     NEEDS_QUERIES: bool
     BY_HEAD: bool
     HAS_SINKS: bool
@@ -148,6 +151,8 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         SUB=1 if blocks is None else per_block(blocks.q_block, STEP),
         TILES_PER_BLOCK=1 if blocks is None else per_block(blocks.kv_block, KEYS),
         SAME_LISTS=same_lists,
+        PERSISTENT=form.persistent,
+        KV_STAGES=2 if form.persistent else 1,
         UNSCALED=mods.unscaled,
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,

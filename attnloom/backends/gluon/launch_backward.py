@@ -14,6 +14,7 @@ import torch
 
 from attnloom.backends.gluon import ready_backward
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS, KEYS
+from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.gluon.ready_backward import Ready
@@ -99,22 +100,30 @@ def backward_again(
     if ready is None:
         return _HEAVY if seen else None
     stats, dq_sum = _buffers(operands, ready)
+    device = operands.dq.device
+    counter = counter_of(device).detach()
     sources = (*sources, stats, dq_sum)
-    launches = (
-        (ready.prepare, _prepare_arguments(operands, ready, stats, dq_sum)),
-        (ready.main, _main_arguments(operands, ready, (stats, dq_sum), _NO_SINKS)),
-        (ready.finish, _finish_arguments(operands, ready, dq_sum)),
-    )
-    restarts = [launch.restart(args, sources) for launch, args in launches]
-    return BackwardAgain.of(operands, (stats, dq_sum), restarts)
+    main_arguments = _main_arguments(operands, ready, (stats, dq_sum), counter, _NO_SINKS)
+    prepare = ready.prepare.restart(_prepare_arguments(operands, ready, stats, dq_sum), sources)
+    main = ready.main.restart(main_arguments, (*sources, counter))
+    finish = ready.finish.restart(_finish_arguments(operands, ready, dq_sum), sources)
+    if main is None:
+        return None
+
+    def start_main(stream: int, addresses: tuple[int, ...]) -> None:
+        tiles = counter_of(device)
+        main(stream, (*addresses, tiles.data_ptr()))
+
+    return BackwardAgain.of(operands, (stats, dq_sum), [prepare, start_main, finish])
 
 
 def expected_launches(operands: Operands, ready: Ready) -> tuple[Launch, Launch, Launch]:
     """The main kernel's launch, prepare's and finish's, to be compiled and not started: row
     statistics and the memory of dq may be any memory of float32, here that of lse."""
     memory = operands.lse
+    counter = counter_of(memory.device)
     return (
-        (ready.main, _main_arguments(operands, ready, (memory, memory), _NO_SINKS)),
+        (ready.main, _main_arguments(operands, ready, (memory, memory), counter, _NO_SINKS)),
         (ready.prepare, _prepare_arguments(operands, ready, memory, memory)),
         (ready.finish, _finish_arguments(operands, ready, memory)),
     )
@@ -126,7 +135,8 @@ def _run(operands: Operands, ready: Ready) -> Gradients:
     stats, dq_sum = _buffers(operands, ready)
     sinks = _NO_SINKS if captured is None else captured.arguments(None)
     ready.prepare(operands.rows_aligned, *_prepare_arguments(operands, ready, stats, dq_sum))
-    args = _main_arguments(operands, ready, (stats, dq_sum), sinks)
+    counter = counter_of(stats.device)
+    args = _main_arguments(operands, ready, (stats, dq_sum), counter, sinks)
     ready.main(addresses_aligned(call), *args)
     ready.finish(True, *_finish_arguments(operands, ready, dq_sum))
     dtensors: tuple[torch.Tensor | None, ...] = ()
@@ -158,6 +168,7 @@ def _main_arguments(
     operands: Operands,
     ready: Ready,
     buffers: tuple[torch.Tensor, torch.Tensor],
+    counter: torch.Tensor,
     sinks: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     call, (stats, dq_sum) = operands.call, buffers
@@ -168,7 +179,8 @@ def _main_arguments(
     )
     return (
         q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dv_desc, dq_sum,
-        _lists(call), bind(call.score), bind(call.mask), sinks, ready.scales, ready.main_shape,
+        counter, _lists(call), bind(call.score), bind(call.mask), sinks, ready.scales,
+        ready.main_shape,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.gluon import configs_forward, gate, merged_lists
 from attnloom.backends.gluon.configs_forward import ROWS, Form, covered
+from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.descriptors import Blank
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
@@ -53,7 +54,6 @@ class _Ready:
 # A reason in place of a launch: such calls do not run here.
 _ready: dict[tuple[object, ...], _Ready | str] = {}
 _first_numbers: dict[str, str] = {}
-_counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
@@ -97,14 +97,14 @@ def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | 
         return None
     alias, others, sources = found
     device = call.query.device
-    counter = _counter(device).detach()
+    counter = counter_of(device).detach()
     args = _arguments(ready, alias, others, counter)
     restart = ready.launch.restart(args, (*sources, counter))
     if restart is None:
         return None
 
     def start(stream: int, addresses: tuple[int, ...]) -> None:
-        tiles = _counter(device)
+        tiles = counter_of(device)
         restart(stream, (*addresses, tiles.data_ptr()))
 
     return ForwardAgain(call, tensors, start)
@@ -242,7 +242,7 @@ def _compile_with_backward(ready: _Ready, call: AttentionCall, tensors: Tensors)
         return
     if not is_new(ready.launch.config):
         return
-    counter = _counter(call.query.device)
+    counter = counter_of(call.query.device)
     job = Job([(ready.launch, _arguments(ready, call, tensors, counter))])
     job.read.wait()
     backward_ahead.start(call, tensors.out, tensors.lse)
@@ -250,7 +250,7 @@ def _compile_with_backward(ready: _Ready, call: AttentionCall, tensors: Tensors)
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
-    counter = _counter(tensors.lse.device)
+    counter = counter_of(tensors.lse.device)
     ready.launch(addresses_aligned(call), *_arguments(ready, call, tensors, counter))
 
 
@@ -279,19 +279,6 @@ def _lists(call: AttentionCall, form: Form) -> tuple[object, ...]:
     # a kernel needs an address, also to read nothing from
     entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
     return entries, found.work, *found.steps
-
-
-def _counter(device: torch.device) -> torch.Tensor:
-    """One int32, zero between launches, for the launches of a stream."""
-    if torch.cuda.is_current_stream_capturing():
-        # replays may run beside each other
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    index = device.index or 0
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return found
 
 
 def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _Ready:

@@ -129,6 +129,13 @@ def _programs(key: torch.Tensor) -> int:
     return key.size(0) * key.size(1) * -(-key.size(2) // KEYS)
 
 
+def programs_of(form: Form, key: torch.Tensor) -> int:
+    """One for each tile, or one a processor that draws tiles."""
+    if not form.persistent:
+        return _programs(key)
+    return min(_programs(key), configs.device_of(key.device).num_processors)
+
+
 def _pitch(query: torch.Tensor) -> int:
     """Q_LEN in whole steps."""
     return -(-query.size(2) // STEP) * STEP
@@ -172,7 +179,7 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
     )
     return Ready(
         Launcher(prepare_kernel, around, rows, {"num_warps": 4}, _PAIR),
-        Launcher(backward_kernel, main, _programs(key), {"num_warps": 4}),
+        Launcher(backward_kernel, main, programs_of(form, key), {"num_warps": 4}),
         Launcher(finish_kernel, around, rows - 1, {"num_warps": 4}),
         tuple(Blank.of(tensor, n, w) for tensor, n, w in boxes),
         _blank_statistics(lines, query.device),
@@ -193,7 +200,7 @@ def _blank_statistics(lines: int, device: torch.device) -> Blank:
 
 
 def _main_shape(operands: Operands) -> tuple[int, ...]:
-    """`shape` of backward_shared.locate."""
+    """`shape` of backward_shared.plan_of."""
     query, key, blocks = operands.query, operands.key, operands.call.blocks
     batch, heads, q_len, _ = query.shape
     kv_batch, heads_kv, kv_len, _ = key.shape
