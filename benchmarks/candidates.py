@@ -431,6 +431,13 @@ CANDIDATES = (
         "and the second kernel is started while the first runs: no gap between them",
     ),
     Candidate(
+        "decode, merged by the last",
+        PortableSplits(Splitting(fused=True)),
+        (_DECODE_FEW, _DECODE_LONG),
+        0,
+        "no second kernel; 8 programs merge what 32 merged, 32 KB at a time",
+    ),
+    Candidate(
         "decode, splits in turns",
         PortableSplits(Splitting(turns=True)),
         (_DECODE_FEW, _DECODE_LONG),

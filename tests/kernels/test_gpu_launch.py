@@ -142,8 +142,13 @@ def test_decode_in_a_cuda_graph() -> None:
 
 @pytest.mark.parametrize(
     "splitting",
-    [Splitting(turns=True), Splitting(at_once=64), Splitting(at_once=64, overlaps=True)],
-    ids=str,
+    [
+        Splitting(turns=True),
+        Splitting(at_once=64),
+        Splitting(at_once=64, overlaps=True),
+        Splitting(fused=True),
+    ],
+    ids=["turns", "at once", "beside", "fused"],
 )
 def test_ways_to_split_keys(splitting: Splitting) -> None:
     """Each gives the same bits at every launch, replayed from a graph too, and those of the way in
@@ -166,6 +171,18 @@ def test_ways_to_split_keys(splitting: Splitting) -> None:
         for _ in range(3):
             captured.zero_()
             graph.replay()
+            assert torch.equal(captured, first)
+        # beside replays of the graph, and beside each other
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        for _ in range(20):
+            graph.replay()
+            with torch.cuda.stream(side):
+                other = call(scale=0.12)
+            mine = call(scale=0.12)
+            torch.cuda.synchronize()
+            assert torch.equal(mine, first)
+            assert torch.equal(other, first)
             assert torch.equal(captured, first)
 
 

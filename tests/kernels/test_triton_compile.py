@@ -149,6 +149,28 @@ def test_a_merging_kernel_started_early_waits_before_it_reads(target):
         assert made["combine_kernel"].spills == 0
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_the_last_program_sees_what_others_stored(target):
+    """Every thread's stores, a barrier, an addition that releases and acquires, and loads that pass
+    by the first-level cache."""
+    with mock.patch.object(launch_decode, "SPLITTING", Splitting(fused=True)):
+        made = compiled(target, make_call(64, q_len=1, kv_len=65536))
+    assert made.keys() == {"decode_kernel"}
+    text = made["decode_kernel"].text
+    if target == "gfx942":
+        order = ["s_barrier", "buffer_wbl2 sc1", "global_atomic_add", "buffer_inv sc1", "s_barrier"]
+    else:
+        assert text.count("atom.global") == 1
+        order = ["st.global.v4", "bar.sync", "atom.global.gpu.acq_rel.add", "bar.sync", "ld.global"]
+    start = text.index(order[2])
+    start = text.rindex(order[0], 0, start)
+    for instruction in order:
+        start = text.index(instruction, start) + 1
+    if target != "gfx942":
+        last = text[text.index("atom.global") :]
+        assert last.count("ld.global") == last.count("ld.global.cg")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_pages_smaller_than_a_tile_are_looked_up_a_step_ahead(page_size):

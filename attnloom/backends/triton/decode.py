@@ -8,14 +8,14 @@ Glossary (more in forward.py)
 
 Parallelisation: one program a (key head, row chunk, split); each takes an equal share of the live
 key tiles, so that a sparse mask fills the device too: a run of them, or one in NUM_SPLITS (TURNS).
-With one split the program writes the result itself; otherwise a second small kernel merges the
-splits of each row. It may start beside the first, once all programs of that have begun, and then
-waits until they are done (OVERLAPS).
+With one split the program writes the result itself; otherwise the program that is done last merges
+the splits (FUSED), or a second small kernel, which may start beside the first, once all programs of
+that have begun, and then waits until they are done (OVERLAPS). See merge.py.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnloom.backends.triton.device_math import LN_2, real, whole, whole32
 from attnloom.backends.triton.forward import (
@@ -28,14 +28,7 @@ from attnloom.backends.triton.forward import (
     raw_scores,
     score_context,
 )
-
-
-@triton.jit
-def _row_offsets(b, h, query, strides, FIRST: tl.constexpr):
-    """Offsets of rows in a [B, Hq, Q_LEN, *] tensor whose packed strides start at FIRST."""
-    offset = tl.cast(b, tl.int64) * whole(strides, FIRST)
-    offset += h.to(tl.int64) * whole(strides, FIRST + 3)
-    return offset + query.to(tl.int64) * whole(strides, FIRST + 6)
+from attnloom.backends.triton.merge import merge_if_last, row_offsets
 
 
 @triton.jit
@@ -89,12 +82,12 @@ def _share(lists, b, h_kv, kv_len, split, num_splits, cfg: tl.constexpr):
 
 @triton.jit(do_not_specialize=["lists", "score_args", "mask_args", "scale", "shape", "strides"])
 def decode_kernel(
-    q, k0, k1, k2, v0, v1, v2, out, lse, max_scores, partial_acc, partial_m, partial_l, lists,
-    score_args, mask_args, scale, shape, strides, cfg: tl.constexpr,
+    q, k0, k1, k2, v0, v1, v2, out, lse, max_scores, partial_acc, partial_m, partial_l,
+    finished, lists, score_args, mask_args, scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
     """shape = (Hq, GROUP, row chunks, splits, Q_LEN, KV_LEN, q_offset, kv_offset, kv batch step
     0/1, block that overhangs KV_LEN or -1); strides as in forward.py. lists = (entries, offsets
-    [units + 1], batch step, head step), see lists.py."""
+    [units + 1], batch step, head step), see lists.py. finished: see `merge_if_last`."""
     if cfg.OVERLAPS:
         gdc_launch_dependents()
     k_src, v_src = (k0, k1, k2), (v0, v1, v2)
@@ -117,7 +110,7 @@ def decode_kernel(
     clamped = tl.minimum(rows, num_rows - 1)
     h = h_kv * group + clamped // q_len
     query = clamped % q_len
-    q_tile = _load_queries(q, _row_offsets(b, h, query, strides, 0)[:, None], inside[:, None], cfg)
+    q_tile = _load_queries(q, row_offsets(b, h, query, strides, 0)[:, None], inside[:, None], cfg)
     factor = real(scale, 0, cfg.ACC)
     pos = (b, h[:, None], query[:, None], whole32(shape, 18), whole32(shape, 21))
     score_ctx = score_context(score_args, b, pos[1], pos[2], cfg)
@@ -153,7 +146,7 @@ def decode_kernel(
     if cfg.SINGLE:
         inverse = 1.0 / tl.where(l_i == 0, 1.0, l_i)[:, None]
         target = out
-        offsets = _row_offsets(b, h, query, strides, 27)[:, None]
+        offsets = row_offsets(b, h, query, strides, 27)[:, None]
         acc0, acc1, acc2 = acc0 * inverse, acc1 * inverse, acc2 * inverse
     else:
         target = partial_acc
@@ -175,55 +168,6 @@ def decode_kernel(
     else:
         tl.store(partial_m + at, m_i, mask=inside)
         tl.store(partial_l + at, l_i, mask=inside)
-
-
-@triton.jit(do_not_specialize=["scale", "shape", "strides"])
-def combine_kernel(
-    partial_acc, partial_m, partial_l, out, lse, max_scores, scale, shape, strides,
-    cfg: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of one row; arguments as in decode_kernel, cfg a MergeConfig."""
-    if cfg.OVERLAPS:
-        gdc_wait()
-    heads, group = whole32(shape, 0), whole32(shape, 3)
-    num_splits, q_len = whole32(shape, 9), whole32(shape, 12)
-    num_rows = group * q_len
-    pid = tl.program_id(0)
-    unit = pid // num_rows
-    row = pid % num_rows
-    b = unit // (heads // group)
-    h = (unit % (heads // group)) * group + row // q_len
-    query = row % q_len
-    c = exponent_scale(real(scale, 0, cfg.ACC), cfg)
-
-    offs_c = tl.arange(0, cfg.WIDTH)
-    m_i = tl.full([], float("-inf"), cfg.ACC)
-    l_i = tl.full([], 0.0, cfg.ACC)
-    acc = tl.zeros([cfg.WIDTH], cfg.ACC)
-    for start in tl.range(0, num_splits, cfg.SPLITS):
-        splits = start + tl.arange(0, cfg.SPLITS)
-        live = splits < num_splits
-        at = (unit.to(tl.int64) * num_splits + splits) * num_rows + row
-        m = tl.load(partial_m + at, mask=live, other=float("-inf"))
-        share = tl.load(partial_l + at, mask=live, other=0.0)
-        a = tl.load(
-            partial_acc + at[:, None] * cfg.DV + offs_c[None, :],
-            mask=live[:, None] & (offs_c < cfg.DV)[None, :],
-            other=0.0,
-        )
-        m_new = tl.maximum(m_i, tl.max(m, 0))
-        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2((m - m_use) * c)
-        alpha = tl.exp2((m_i - m_use) * c)
-        l_i = l_i * alpha + tl.sum(share * weight, 0)
-        acc = acc * alpha + tl.sum(a * weight[:, None], 0)
-        m_i = m_new
-
-    value = acc * (1.0 / tl.where(l_i == 0, 1.0, l_i))
-    offset = _row_offsets(b, h, query, strides, 27)
-    tl.store(out + offset + offs_c, value.to(out.dtype.element_ty), mask=offs_c < cfg.DV)
-    natural = m_i * (c * LN_2)
-    at = (tl.cast(b, tl.int64) * heads + h) * q_len + query
-    tl.store(lse + at, tl.where(l_i == 0, float("-inf"), natural + tl.log(l_i)))
-    if cfg.WANT_MAX:
-        tl.store(max_scores + at, natural)
+    if cfg.FUSED:
+        partials, outputs = (partial_acc, partial_m, partial_l), (out, lse, max_scores)
+        merge_if_last(partials, outputs, finished, unit, chunk, scale, shape, strides, cfg)

@@ -37,7 +37,8 @@ _TL = {
 class ForwardConfig(KernelConfig):
     """Everything that a forward or decode kernel is compiled for; see the glossary of forward.py.
 
-    SINGLE, TURNS, OVERLAPS: of decode.py and paged.py: one split; see splits.Splitting.
+    SINGLE, TURNS, OVERLAPS, FUSED: of decode.py and paged.py: one split; see splits.Splitting.
+    SPLITS, ROWS, WIDTH: that a step of merging takes (FUSED), and Dv in lanes.
     """
 
     TILE_M: int
@@ -73,6 +74,10 @@ class ForwardConfig(KernelConfig):
     SINGLE: bool = False
     TURNS: bool = False
     OVERLAPS: bool = False
+    FUSED: bool = False
+    SPLITS: int = 1
+    ROWS: int = 1
+    WIDTH: int = 16
 
     __hash__ = KernelConfig.__hash__
 

@@ -16,7 +16,8 @@ from attnloom.backends.triton.arguments import (
     bind,
     stand_ins,
 )
-from attnloom.backends.triton.decode import combine_kernel, decode_kernel
+from attnloom.backends.triton.counters import counters
+from attnloom.backends.triton.decode import decode_kernel
 from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
@@ -24,6 +25,7 @@ from attnloom.backends.triton.fields import (
 )
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering, group_lists
+from attnloom.backends.triton.merge import combine_kernel
 from attnloom.backends.triton.packed import pack_double, pack_ints
 from attnloom.backends.triton.preparation import (
     key_value_blanks,
@@ -33,6 +35,7 @@ from attnloom.backends.triton.preparation import (
 )
 from attnloom.backends.triton.splits import (
     SPLITTING,
+    fused_fields,
     merge_config,
     merge_options,
     num_splits,
@@ -47,10 +50,15 @@ _OPERANDS = 7  # q, k0 .. v2
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A launch but for its addresses; num_splits, num_rows: extent of the partial results."""
+    """A launch but for its addresses; num_splits, num_rows: extent of the partial results.
+
+    merge: the second kernel, None where there is one split or the first one merges. num_counted:
+    counters that the first one needs for that.
+    """
 
     launch: Launcher
-    merge: Launcher
+    merge: Launcher | None
+    num_counted: int
     tile: configs.Tile
     blanks: tuple[Triple, Triple] | None
     num_units: int
@@ -85,23 +93,31 @@ def decode_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | N
 def _restart(
     ready: _Ready, call: AttentionCall, tensors: Tensors, sources: list[torch.Tensor]
 ) -> Starter | None:
-    if ready.num_splits == 1:
-        args = _arguments(ready, call, tensors, (tensors.lse,) * 3, addressed)
-        return ready.launch.restart(args, sources)
-    partial = _partial(ready, tensors)
-    args = _arguments(ready, call, tensors, partial, addressed)
-    split = ready.launch.restart(args, (*sources, *partial))
-    outputs = tensors.outputs()
-    merge = ready.merge.restart(_merging(ready, call, tensors, partial), (*outputs, *partial))
-    if split is None or merge is None:
+    shared = _shared(ready, tensors)
+    args = _arguments(ready, call, tensors, shared, addressed)
+    own = shared[: 0 if ready.num_splits == 1 else 4 if ready.num_counted else 3]
+    split = ready.launch.restart(args, (*sources, *own))
+    if split is None or ready.num_splits == 1:
+        return split
+    scratch, device, count = _Scratch(ready, tensors), tensors.lse.device, ready.num_counted
+    if ready.merge is None:
+
+        def start_fused(stream: int, addresses: tuple[int, ...]) -> None:
+            room, parts = scratch.allocate()
+            split(stream, (*addresses, *parts, counters(device, count).data_ptr()))
+            del room  # the stream orders its next use
+
+        return start_fused
+    args = _merging(ready, call, tensors, shared)
+    merge = ready.merge.restart(args, (*tensors.outputs(), *own))
+    if merge is None:
         return None
-    scratch = _Scratch(ready, tensors)
 
     def start(stream: int, addresses: tuple[int, ...]) -> None:
         room, parts = scratch.allocate()
         split(stream, addresses + parts)
         merge(stream, addresses[-3:] + parts)
-        del room  # the stream orders its next use
+        del room
 
     return start
 
@@ -110,7 +126,7 @@ class _Scratch:
     """Memory for partial results."""
 
     def __init__(self, ready: _Ready, tensors: Tensors) -> None:
-        parts = _partial(ready, tensors)
+        parts = _shared(ready, tensors)[:3]
         room = parts[0]._base
         assert room is not None
         self._like = room.new_empty(1).expand(room.shape)
@@ -126,17 +142,17 @@ class _Scratch:
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
     aligned = addresses_aligned(call)
     give = stand_ins if aligned and ready.launch.takes_tensors else addressed
-    partial = _partial(ready, tensors) if ready.num_splits > 1 else (tensors.lse,) * 3
-    ready.launch(aligned, *_arguments(ready, call, tensors, partial, give))
-    if ready.num_splits > 1:
-        ready.merge(True, *_merging(ready, call, tensors, partial))
+    shared = _shared(ready, tensors)
+    ready.launch(aligned, *_arguments(ready, call, tensors, shared, give))
+    if ready.merge is not None:
+        ready.merge(True, *_merging(ready, call, tensors, shared))
 
 
 def _arguments(
     ready: _Ready,
     call: AttentionCall,
     tensors: Tensors,
-    partial: tuple[torch.Tensor, ...],
+    shared: tuple[torch.Tensor, ...],
     give: Callable[..., Triple],
 ) -> tuple[object, ...]:
     """Of decode_kernel but for its config. give: descriptors of a tensor, from blank ones."""
@@ -150,20 +166,28 @@ def _arguments(
         found = group_lists(call.blocks, call.query.size(1) // key.size(1))
         lists = (found.entries, found.offsets, *found.steps)
     return (
-        tensors.query, *sources, *tensors.outputs(), *partial, lists,
+        tensors.query, *sources, *tensors.outputs(), *shared, lists,
         bind(call.score), bind(call.mask), pack_double(call.scale), ready.shape, ready.strides,
     )  # fmt: skip
 
 
 def _merging(
-    ready: _Ready, call: AttentionCall, tensors: Tensors, partial: tuple[torch.Tensor, ...]
+    ready: _Ready, call: AttentionCall, tensors: Tensors, shared: tuple[torch.Tensor, ...]
 ) -> tuple[object, ...]:
     """Of combine_kernel but for its config."""
-    return (*partial, *tensors.outputs(), pack_double(call.scale), ready.shape, ready.strides)
+    scale = pack_double(call.scale)
+    return (*shared[:3], *tensors.outputs(), scale, ready.shape, ready.strides)
 
 
-def _partial(ready: _Ready, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return partial_results(ready.num_units * ready.num_splits * ready.num_rows, tensors)
+def _shared(ready: _Ready, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """What programs leave each other: partial_acc, partial_m, partial_l and `finished`. A kernel
+    needs an address too of what it does not use."""
+    lse = tensors.lse
+    if ready.num_splits == 1:
+        return (lse,) * 4
+    partial = partial_results(ready.num_units * ready.num_splits * ready.num_rows, tensors)
+    finished = counters(lse.device, ready.num_counted) if ready.num_counted else lse
+    return (*partial, finished)
 
 
 def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Ready:
@@ -190,16 +214,24 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         0 if key.size(0) == 1 else 1,
         overhanging_block(call),
     )
+    fused = {}
+    if SPLITTING.fused and splits > 1:
+        fused = fused_fields(tensors.value.size(3), min(num_rows, tile.tile_m))
     config = ForwardConfig(
         **phase_fields(call, tensors, tile),
         SINGLE=splits == 1,
         TURNS=SPLITTING.turns and splits > 1,
         OVERLAPS=SPLITTING.overlaps and splits > 1 and device.can_overlap,
+        **fused,
     )
-    merged = merge_config(config, splits, SPLITTING.at_once)
+    merge = None
+    if splits > 1 and not fused:
+        merged = merge_config(config, splits, SPLITTING.at_once)
+        merge = Launcher(combine_kernel, merged, num_units * num_rows, merge_options(merged))
     return _Ready(
         Launcher(decode_kernel, config, num_units * num_chunks * splits, tile.options, _OPERANDS),
-        Launcher(combine_kernel, merged, num_units * num_rows, merge_options(merged)),
+        merge,
+        num_units * num_chunks if fused else 0,
         tile,
         key_value_blanks(config, tensors, tile.tile_n),
         num_units,

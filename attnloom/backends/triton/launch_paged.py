@@ -10,7 +10,6 @@ from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs, phase
 from attnloom.backends.triton.arguments import Triple, addressed, bind
 from attnloom.backends.triton.config import INTERPRETED, KernelConfig
-from attnloom.backends.triton.decode import combine_kernel
 from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
@@ -20,6 +19,7 @@ from attnloom.backends.triton.fields import (
 )
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering
+from attnloom.backends.triton.merge import combine_kernel
 from attnloom.backends.triton.packed import pack_double, pack_ints
 from attnloom.backends.triton.paged import paged_kernel
 from attnloom.backends.triton.preparation import (

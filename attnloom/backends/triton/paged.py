@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from attnloom.backends.triton.decode import _load_queries, _row_offsets, _store_rows
+from attnloom.backends.triton.decode import _load_queries, _store_rows
 from attnloom.backends.triton.device_math import LN_2, real, whole, whole32
 from attnloom.backends.triton.forward import (
     empty_state,
@@ -30,6 +30,7 @@ from attnloom.backends.triton.forward import (
     modded_scores,
     score_context,
 )
+from attnloom.backends.triton.merge import row_offsets
 from attnloom.backends.triton.tiles import load_tile
 
 
@@ -228,7 +229,7 @@ def paged_kernel(
     head = tl.minimum(head, group - 1)
     query = tl.minimum(tl.maximum(query, 0), q_len - 1)
     h = h_kv * group + head
-    offsets = _row_offsets(b, h, query, strides, 0)[:, None]
+    offsets = row_offsets(b, h, query, strides, 0)[:, None]
     q_tile = _load_queries(q, offsets, exists[:, None], cfg)
     factor = real(scale, 0, cfg.ACC)
     pos = (b, h[:, None], (start + query)[:, None], 0, 0)
@@ -312,7 +313,7 @@ def paged_kernel(
     if cfg.SINGLE:
         share = share / tl.where(l_i == 0, 1.0, l_i)
         target = out
-        offsets = _row_offsets(b, h, query, strides, 27)[:, None]
+        offsets = row_offsets(b, h, query, strides, 27)[:, None]
         at = (tl.cast(b, tl.int64) * heads + h) * q_len + query
     else:
         target = partial_acc

@@ -26,12 +26,14 @@ class Splitting:
         each otherwise has a run of tiles of its own.
     overlaps: the merging kernel starts beside the first, whose results it waits for, instead of
         after it; on devices from Hopper on.
+    fused: the program of a key head that is done last merges, instead of a second kernel.
     at_once: splits that a step of the merging kernel takes, at most.
     a_processor: programs that share a processor.
     """
 
     turns: bool = False
     overlaps: bool = False
+    fused: bool = False
     at_once: int = 16
     a_processor: int = 2
 
@@ -69,6 +71,14 @@ def merge_config(config: ForwardConfig, splits: int, at_once: int) -> MergeConfi
         SPLITS=at_once if splits > _FEW else min(at_once, _FEW),
         **{name: value_of(config, name) for name in _SHARED},
     )
+
+
+def fused_fields(value_dim: int, num_rows: int) -> dict[str, Any]:
+    """Fields of ForwardConfig for kernels that merge themselves: how much a step takes."""
+    width = triton.next_power_of_2(value_dim)
+    rows = min(triton.next_power_of_2(num_rows), max(1, _MERGED_ELEMENTS // (2 * width)))
+    splits = max(1, _MERGED_ELEMENTS // (rows * width))
+    return {"FUSED": True, "SPLITS": splits, "ROWS": rows, "WIDTH": width}
 
 
 def merge_options(config: MergeConfig) -> dict[str, Any]:
