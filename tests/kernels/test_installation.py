@@ -94,6 +94,49 @@ def test_triton_sees_the_digest_inside_alone_also_with_threads() -> None:
     assert cache.triton_key is original
 
 
+@pytest.mark.skipif(installation._asking is None, reason="Triton came without NVIDIA's backend")
+def test_the_assembler_is_asked_for_its_version_in_the_first_process_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler: Any = installation._compiler
+    asked: list[int] = []
+    assembler = root / "ptxas"
+    assembler.write_text("1")
+
+    def ask(arch: int) -> str:
+        asked.append(arch)
+        return "ptxas: NVIDIA (R) Ptx optimizing assembler\nrelease 12.8\n"
+
+    monkeypatch.setattr(installation, "INTERPRETED", False)
+    monkeypatch.setattr(installation, "_digest", lambda: "kept")
+    monkeypatch.setattr(installation, "_assembler", lambda arch: assembler)
+    monkeypatch.setattr(installation, "_asking", ask)
+    monkeypatch.setattr(compiler, "get_ptxas_version", ask)
+    for _ in range(3):  # processes
+        installation._assembler_version.cache_clear()
+        with installation.hashed_once():
+            assert compiler.get_ptxas_version(90) == ask(90)
+            asked.pop()
+        assert compiler.get_ptxas_version is ask
+    assert asked == [90]
+    assembler.write_text("22")
+    installation._assembler_version.cache_clear()
+    with installation.hashed_once():
+        compiler.get_ptxas_version(90)
+    assert asked == [90, 90]
+    installation._assembler_version.cache_clear()
+
+
+@pytest.mark.skipif(installation._asking is None, reason="Triton came without NVIDIA's backend")
+def test_another_assembler_is_asked_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    ours = installation._assembler(90)
+    assert ours is not None and ours.name == "ptxas"
+    assert installation._assembler(100) != ours
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere/ptxas")
+    assert installation._assembler(90) is None
+
+
 @pytest.mark.slow
 def test_the_digest_is_tritons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNLOOM_CACHE_DIR", str(tmp_path))
