@@ -7,15 +7,14 @@ attributes; jit functions among them are the points where a user's fragments ent
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, fields
 from typing import Any
 
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-# The interpreter runs kernels as plain Python, where a constexpr is just its value.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from attnloom.backends.triton.interpreter import INTERPRETED
+from attnloom.backends.triton.kernel_keys import key_of
 
 
 @dataclass(frozen=True)
@@ -45,4 +44,4 @@ class KernelConfig:
 
 
 def _text(value: object) -> str:
-    return value.cache_key if isinstance(value, JITFunction) else str(value)
+    return key_of(value) if isinstance(value, JITFunction) else str(value)

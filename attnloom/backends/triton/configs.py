@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.interpreter import INTERPRETED
 
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 512

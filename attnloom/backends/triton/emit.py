@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.layouts import VECTOR_BYTES, is_narrow, letters
 from attnloom.ir.node import Axes, DType, Node, Program
 from attnloom.ir.passes.bounds import small_integers

@@ -19,8 +19,9 @@ from attnloom.backends.triton.arguments import (
     takes_descriptor,
     unit_stride,
 )
-from attnloom.backends.triton.config import INTERPRETED, KernelConfig
+from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.fragments import Fragment, mask_fragment, score_fragment
+from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.layouts import mask_layouts, score_layouts
 from attnloom.ir.node import BoundProgram
 from attnloom.plan.problem import compute_type

@@ -24,7 +24,7 @@ from triton import knobs
 from triton.runtime import cache
 
 from attnloom.backends.folder import TrustedFolder, place
-from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.interpreter import INTERPRETED
 
 _ROOT = Path(triton.__file__).parent
 _SKIPPED = {"__pycache__", "include"}
@@ -107,6 +107,21 @@ def _digest() -> str | None:
 def kept(hashing: functools._lru_cache_wrapper[str], root: Path) -> str:
     """The digest of an installation, from its file or computed and kept there."""
     return TrustedFolder(*place()).remember(f"triton-{stamp(root)}", hashing)
+
+
+@functools.cache
+def gluon_digest() -> str:
+    """Of the text of Gluon's language, which Triton's digest of itself leaves out."""
+    folder = _ROOT / "experimental"
+    return TrustedFolder(*place()).remember(f"gluon-{stamp(folder)}", lambda: _text_of(folder))
+
+
+def _text_of(folder: Path) -> str:
+    """A digest of the sources in a folder, wherever that lies."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 def stamp(root: Path) -> str:

@@ -16,9 +16,9 @@ from attnloom.backends.registry import (
 )
 from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
 from attnloom.backends.triton.beside import Launch
-from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.configs import MAX_HEAD_DIM
 from attnloom.backends.triton.current import on_device
+from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.launcher import addresses_aligned
 from attnloom.backends.triton.lists import fitted
 from attnloom.backends.triton.operands import Operands

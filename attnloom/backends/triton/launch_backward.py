@@ -20,9 +20,9 @@ from attnloom.backends.triton.backward import delta_kernel
 from attnloom.backends.triton.beside import Launch, compile_for_later, is_new, wait_for_all
 from attnloom.backends.triton.captured import Captured
 from attnloom.backends.triton.choice import keep
-from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.fields import triton_type
 from attnloom.backends.triton.fields_backward import DeltaConfig, Role, stats_by_tma
+from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.operands import Operands

@@ -9,7 +9,7 @@ import torch
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs, phase
 from attnloom.backends.triton.arguments import Triple, addressed, bind
-from attnloom.backends.triton.config import INTERPRETED, KernelConfig
+from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.fields import (
     ForwardConfig,
     Tensors,
@@ -17,6 +17,7 @@ from attnloom.backends.triton.fields import (
     shared_fields,
     target_of,
 )
+from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering
 from attnloom.backends.triton.merge import combine_kernel

@@ -16,9 +16,11 @@ from triton import knobs
 from triton.runtime import driver
 
 from attnloom.backends.registry import AttentionCall
-from attnloom.backends.triton.config import INTERPRETED, KernelConfig
+from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.direct import Direct, direct
 from attnloom.backends.triton.installation import hashed_once
+from attnloom.backends.triton.interpreter import INTERPRETED
+from attnloom.backends.triton.kernel_keys import key_of
 from attnloom.backends.triton.restart import Restart
 from attnloom.stats import count
 
@@ -118,6 +120,7 @@ class Launcher:
             for arg in args[: self._num_anywhere]
         )
         args = (*operands, *args[self._num_anywhere :])
+        key_of(self.kernel)
         with hashed_once():
             return self.kernel.run(
                 *args, self.config, grid=(self.grid,), warmup=True, **OPTIONS, **self.options
@@ -125,6 +128,8 @@ class Launcher:
 
     def _start_anew(self, args: tuple[object, ...]) -> None:
         """By Triton, whatever the arguments are."""
+        if not INTERPRETED:
+            key_of(self.kernel)
         with hashed_once():
             compiled = self.kernel[(self.grid,)](*args, self.config, **OPTIONS, **self.options)
         if not INTERPRETED:

@@ -10,8 +10,8 @@ import torch
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import is_aligned, takes_descriptor, unit_stride
-from attnloom.backends.triton.config import INTERPRETED
 from attnloom.backends.triton.fields import by_multiply_adds, operand_type, stored_type, target_of
+from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.layouts import mask_layouts, score_layouts
 from attnloom.ir.node import BoundProgram
 from attnloom.plan.problem import compute_type

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.interpreter import INTERPRETED
 
 _BASE = 1 << 24
 
