@@ -121,7 +121,7 @@ def ops_for(device_type: str, dtype: torch.dtype, kernels: bool | None) -> Ops:
         kernels = dtype in _SHOWN.get(device_type, ())
     if not kernels:
         return TORCH
-    from attnloom.backends.triton.config import INTERPRETED
+    from attnloom.backends.triton.interpreter import INTERPRETED
 
     wanted = "cpu" if INTERPRETED else "cuda"
     if device_type != wanted or dtype not in _TAKEN:

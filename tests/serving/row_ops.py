@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnloom.backends.triton.config import INTERPRETED
+from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.serving.ops import TORCH, Heads, Norm, Ops, ops_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

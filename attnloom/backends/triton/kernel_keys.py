@@ -36,10 +36,15 @@ class _UnknownSourceError(Exception):
 
 def key_of(function: Any) -> str:
     """`cache_key` of a jit function, in less time than Triton takes."""
-    if function.hash is None:
+    give_key(function)
+    return function.cache_key
+
+
+def give_key(function: Any) -> None:
+    """Let Triton find the key of a jit function made; interpreted ones have none."""
+    if getattr(function, "hash", "") is None:
         with contextlib.suppress(_UnknownSourceError):  # then Triton looks for itself
             function.hash = _key(function)
-    return function.cache_key
 
 
 def _key(function: Any) -> str:

@@ -20,7 +20,7 @@ from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.direct import Direct, direct
 from attnloom.backends.triton.installation import hashed_once
 from attnloom.backends.triton.interpreter import INTERPRETED
-from attnloom.backends.triton.kernel_keys import key_of
+from attnloom.backends.triton.kernel_keys import give_key
 from attnloom.backends.triton.restart import Restart
 from attnloom.stats import count
 
@@ -120,7 +120,7 @@ class Launcher:
             for arg in args[: self._num_anywhere]
         )
         args = (*operands, *args[self._num_anywhere :])
-        key_of(self.kernel)
+        give_key(self.kernel)
         with hashed_once():
             return self.kernel.run(
                 *args, self.config, grid=(self.grid,), warmup=True, **OPTIONS, **self.options
@@ -128,8 +128,7 @@ class Launcher:
 
     def _start_anew(self, args: tuple[object, ...]) -> None:
         """By Triton, whatever the arguments are."""
-        if not INTERPRETED:
-            key_of(self.kernel)
+        give_key(self.kernel)
         with hashed_once():
             compiled = self.kernel[(self.grid,)](*args, self.config, **OPTIONS, **self.options)
         if not INTERPRETED:
