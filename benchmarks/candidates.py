@@ -98,6 +98,26 @@ class FineGluonBackward(GluonBackward):
 
 
 @dataclass(frozen=True)
+class GluonWide(Change):
+    """A form of the kernel for heads of 129 to 192, whatever it spills; values: the tile of the
+    pass that has dv alone."""
+
+    form: configs_backward.Form
+    values: Tile
+    backend = "gluon"
+
+    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
+        from attnloom.backends.gluon import launch_wide
+        from attnloom.backends.triton import configs_backward as tables
+
+        return [
+            (launch_wide, "form_of", lambda call: self.form),
+            (launch_wide, "FEW_SPILLS", _UNLIMITED),
+            (tables, "value_tiles", lambda device, shape: (_cut(self.values, shape),)),
+        ]
+
+
+@dataclass(frozen=True)
 class PortableForward(Change):
     """A tile of triton/configs.py."""
 
@@ -170,6 +190,9 @@ class PortableSplits(Change):
         return [(launch_decode, "SPLITTING", self.splitting)]
 
 
+_BACKWARD = GluonBackward | GluonWide | PortableBackward | PortableAdding
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """change: to what `auto` runs. spills: bytes a thread, as compiled for sm_90 (Triton 3.6), the
@@ -183,8 +206,7 @@ class Candidate:
 
     @property
     def phase(self) -> str:
-        backward = isinstance(self.change, GluonBackward | PortableBackward | PortableAdding)
-        return "backward" if backward else "forward"
+        return "backward" if isinstance(self.change, _BACKWARD) else "forward"
 
 
 _KEYS_WIDE = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
@@ -401,6 +423,20 @@ CANDIDATES = (
         (_CAUSAL_192, _FULL_192),
         0,
         "both",
+    ),
+    Candidate(
+        "D=192 in Gluon without dv",
+        GluonWide(configs_backward.Form(2, False, False, False, 240), Tile(64, 128, 8, 2)),
+        (_CAUSAL_192, _FULL_192),
+        96,
+        "6 products instead of 8, 4 of them by warps that load apart from those that multiply",
+    ),
+    Candidate(
+        "D=192 in Gluon without dv, from -lse and -delta",
+        GluonWide(configs_backward.Form(2, False, False, True, 240), Tile(64, 128, 8, 3)),
+        (_CAUSAL_192, _FULL_192),
+        108,
+        "a subtraction a score, and three stages of the pass of dv",
     ),
     Candidate(
         "D=128 documents, dq added to memory",

@@ -171,7 +171,7 @@ class Backward:
         start_scores, start_dq, give, keys_of, queries_of = (
             found[name]
             for name in (
-                "_start_scores", "_start_dq", "_give_ds", "_keys_of_tile", "_queries_of_tile",
+                "_start_scores", "_start_dq", "give_ds", "_keys_of_tile", "_queries_of_tile",
             )
         )  # fmt: skip
         tma = SimpleNamespace(store_wait=self._wait_for_stores)
@@ -187,7 +187,7 @@ class Backward:
             "_queries_of_tile": self._within(queries_of, 3),
             "_start_scores": self._counting(start_scores),
             "_start_dq": self._counting(start_dq),
-            "_give_ds": lambda mem, n, ds, which, cfg: give(mem, n, ("ds", n, which), which, cfg),
+            "give_ds": lambda mem, n, ds, which, cfg: give(mem, n, ("ds", n, which), which, cfg),
             "_add_dq": self._add_dq,
             "_dq_places": lambda *_: None,
             "contexts": lambda _, __, b, h, *rest: (int(b), int(h)),

@@ -59,13 +59,14 @@ def finish_kernel(dq_sum, dq, scale, shape, cfg: tl.constexpr):
     pid = tl.program_id(0)
     bh, row = pid // tiles, (pid % tiles) * M
     r = tl.arange(0, M)[:, None]
-    c = tl.arange(0, cfg.WIDTH)[None, :]
-    lane = (r % 8) * 4 + (c % 8) // 2
-    place = ((c // 8) * 4 + r // 16) * 128 + lane * 4 + (r % 16) // 8 * 2 + c % 2
-    found = tl.load(dq_sum + pid.to(tl.int64) * (M * cfg.WIDTH) + place)
-    found *= scale
-    inside = row + r < q_len
-    if cfg.D < cfg.WIDTH:
-        inside = inside & (c < cfg.D)
     start = dq + (bh.to(tl.int64) * q_len + row) * cfg.D
-    tl.store(start + (r * cfg.D + c), found.to(dq.dtype.element_ty), mask=inside)
+    for first in tl.static_range(0, cfg.WIDTH, cfg.COLUMNS):
+        c = first + tl.arange(0, cfg.COLUMNS)[None, :]
+        lane = (r % 8) * 4 + (c % 8) // 2
+        place = ((c // 8) * 4 + r // 16) * 128 + lane * 4 + (r % 16) // 8 * 2 + c % 2
+        found = tl.load(dq_sum + pid.to(tl.int64) * (M * cfg.WIDTH) + place)
+        found *= scale
+        inside = row + r < q_len
+        if cfg.D < cfg.WIDTH:
+            inside = inside & (c < cfg.D)
+        tl.store(start + (r * cfg.D + c), found.to(dq.dtype.element_ty), mask=inside)

@@ -37,17 +37,17 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg: gl.c
     mbarrier.expect(full, M * cfg.D * 2 + M * 4)
     q_box = box(mem.q.index(slot), M, cfg.D, cfg)
     bi.async_load(q_desc, [b, h, row, 0], full, q_box)
-    bi.async_load(stats, [0, line], full, _line(mem.lse.index(slot), cfg))
+    bi.async_load(stats, [0, line], full, line_of(mem.lse.index(slot), cfg))
     full = mem.do_full.index(slot)
     mbarrier.wait(mem.do_empty.index(slot), phase)
     mbarrier.expect(full, M * cfg.DV * 2 + M * 4)
     do_box = box(mem.dout.index(slot), M, cfg.DV, cfg)
     bi.async_load(do_desc, [b, h, row, 0], full, do_box)
-    bi.async_load(stats, [1, line], full, _line(mem.delta.index(slot), cfg))
+    bi.async_load(stats, [1, line], full, line_of(mem.delta.index(slot), cfg))
 
 
 @gluon.jit
-def _line(row, cfg: gl.constexpr):
+def line_of(row, cfg: gl.constexpr):
     return bi.reinterpret(row, gl.float32, [1, cfg.TILE_M], gl.NVMMASharedLayout(0, 32, 2))
 
 

@@ -61,7 +61,7 @@ from attnloom.backends.triton.device_math import whole32
 
 
 @gluon.jit
-def _product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
+def product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
     """a . b^T, started. FOLD: onto a row of column values."""
     if cfg.FOLD:
         # -0.0 + x is x, so that this is a broadcast
@@ -79,7 +79,7 @@ def _start_scores(mem, n, base, own, L: gl.constexpr, cfg: gl.constexpr):
     init = 0.0
     if cfg.FOLD:
         init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * (-1.0 / base)
-    return _product(mem.k.index(own), mem.q.index(slot), init, L, cfg)
+    return product(mem.k.index(own), mem.q.index(slot), init, L, cfg)
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def _start_dp(mem, n, own, L: gl.constexpr, cfg: gl.constexpr):
     init = 0.0
     if cfg.FOLD:
         init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
-    return _product(mem.v.index(own), mem.dout.index(slot), init, L, cfg)
+    return product(mem.v.index(own), mem.dout.index(slot), init, L, cfg)
 
 
 @gluon.jit
@@ -196,7 +196,7 @@ def _own_queries(mem, plan, mine, dq_ptr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _give_ds(mem, n, ds, which, cfg: gl.constexpr):
+def give_ds(mem, n, ds, which, cfg: gl.constexpr):
     """dscore of a step to shared memory, for dq."""
     mbarrier.wait(mem.ds_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
     mem.ds.index((n & 1) * 2 + which).store(ds)
@@ -265,7 +265,7 @@ def _step(
     ds = ds.to(cfg.OPERAND)
     ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
     dv = warpgroup_mma(p_left, mem.dout.index(slot), dv, is_async=True)
-    _give_ds(mem, n, ds, which, cfg)
+    give_ds(mem, n, ds, which, cfg)
     dk = warpgroup_mma(ds_left, mem.q.index(slot), dk, is_async=True)
     fence_async_shared()
     barrier()

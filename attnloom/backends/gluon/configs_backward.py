@@ -15,6 +15,8 @@ FEW_SPILLS = 32
 MAX_HEAD_DIM = 128
 KEYS = 128  # of a program
 STEP = 64  # queries of a step
+PANEL = 64  # columns, of heads in panels
+PANELS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class Form:
     prefetch: bool = False
     persistent: bool = False
 
+
+WIDE_FORM: Form | None = None
+"""Of the kernel for wider heads (backward_wide.py); None: no device has shown it right yet."""
 
 _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)
 _NARROW_FOLD = Form(4, dq_apart=True, early=True, fold=True, registers=208)

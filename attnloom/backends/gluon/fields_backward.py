@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import triton
 from triton.runtime.jit import JITFunction
 
-from attnloom.backends.gluon.configs_backward import KEYS, STEP, Form, width_of
+from attnloom.backends.gluon.configs_backward import KEYS, PANEL, PANELS, STEP, Form, width_of
 from attnloom.backends.gluon.emit_grad import gradient_fragment
 from attnloom.backends.gluon.fields import Sm90Config, score_target, shared_fields
 from attnloom.backends.gluon.fields_forward import form_of, scales_of
@@ -18,6 +18,7 @@ from attnloom.backends.triton.captured import sinks_form
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.configs import per_block
 from attnloom.backends.triton.emit_grad import Sinks, gradient_of, index_axes, is_tame
+from attnloom.backends.triton.fields import value_of
 from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import Axes, Program
 
@@ -63,14 +64,26 @@ class BackwardSm90Config(Sm90Config):
     __hash__ = KernelConfig.__hash__
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
+class WideConfig(BackwardSm90Config):
+    """Everything that wide_kernel of backward_wide.py is compiled for. D, DV: columns of a panel.
+    PANELS, VALUE_PANELS: as many cover D and Dv."""
+
+    PANELS: int
+    VALUE_PANELS: int
+
+    __hash__ = KernelConfig.__hash__
+
+
 @dataclass(frozen=True, repr=False)
 class AroundConfig(KernelConfig):
     """What prepare_kernel and finish_kernel are compiled for. CHUNK: columns of Dv that are loaded
-    at a time. WIDTH: columns of dq's memory."""
+    at a time. WIDTH: columns of dq's memory, put in order COLUMNS at a time."""
 
     TILE_M: int
     CHUNK: int
     WIDTH: int
+    COLUMNS: int
     D: int
     DV: int
     HAS_DLSE: bool
@@ -86,6 +99,7 @@ def around_config(operands: Operands, width: int) -> AroundConfig:
         TILE_M=STEP,
         CHUNK=min(64, max(16, triton.next_power_of_2(value_dim))),
         WIDTH=width,
+        COLUMNS=width if width < PANELS * PANEL else PANEL,
         D=operands.query.size(3),
         DV=value_dim,
         HAS_DLSE=operands.dlse is not None,
@@ -169,6 +183,14 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         DQ_REGISTERS=form.dq_registers,
         LOAD_REGISTERS=form.load_registers,
     )
+
+
+def wide_config(operands: Operands, form: Form, mods: Mods) -> WideConfig:
+    """The configuration of wide_kernel in one form."""
+    config = main_config(operands, form, mods)
+    found = {field.name: value_of(config, field.name) for field in fields(config)}
+    found |= {"D": PANEL, "DV": PANEL, "PANELS": PANELS}
+    return WideConfig(**found, VALUE_PANELS=-(-operands.value.size(3) // PANEL))
 
 
 def adds_in_each_step(call: AttentionCall) -> bool:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from attnloom.backends.gluon import ready_backward
-from attnloom.backends.gluon.configs_backward import FEW_SPILLS, KEYS
+from attnloom.backends.gluon import launch_wide, ready_backward
+from attnloom.backends.gluon.configs_backward import FEW_SPILLS
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
+from attnloom.backends.gluon.lists_backward import key_lists
 from attnloom.backends.gluon.ready_backward import Ready
 from attnloom.backends.registry import AttentionCall, Gradients, load
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
@@ -25,12 +26,8 @@ from attnloom.backends.triton.beside import Launch, wait_for_all
 from attnloom.backends.triton.captured import Captured
 from attnloom.backends.triton.launch_backward import zero_gradients
 from attnloom.backends.triton.launcher import addresses_aligned
-from attnloom.backends.triton.lists import work_lists
 from attnloom.backends.triton.operands import Operands
-from attnloom.backends.triton.packed import pack_ints
-from attnloom.backends.triton.transposed import transposed_lists
 
-_NO_LISTS = (0.0,) * 12
 _NO_SINKS = (0.0,)
 _HEAVY = "its score_mod needs more registers than the kernel has."
 _log = logging.getLogger("attnloom")
@@ -50,6 +47,11 @@ def backward(
     dlse: torch.Tensor | None,
 ) -> Gradients:
     """Gradients of a forward's inputs from those of out and lse. No tensor is empty."""
+    if launch_wide.takes(call):
+        operands = Operands.of(call, out, lse, ready_backward.with_descriptor(dout), dlse)
+        found = launch_wide.backward(operands)
+        if found is not None:
+            return found
     why = ready_backward.portable(call)
     if why is None:
         operands = Operands.of(call, out, lse, ready_backward.with_descriptor(dout), dlse)
@@ -89,6 +91,8 @@ def backward_again(
 ) -> BackwardAgain | str | None:
     """See `registry.Backend`; None where launches are Triton's, and for captured gradients. A
     reason where the portable kernels run it."""
+    if launch_wide.takes(call):
+        return None
     why = ready_backward.portable(call)
     if why is not None:
         return why
@@ -179,22 +183,10 @@ def _main_arguments(
     )
     return (
         q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dv_desc, dq_sum,
-        counter, _lists(call), bind(call.score), bind(call.mask), sinks, ready.scales,
+        counter, key_lists(call), bind(call.score), bind(call.mask), sinks, ready.scales,
         ready.main_shape,
     )  # fmt: skip
 
 
 def _finish_arguments(operands: Operands, ready: Ready, dq_sum: torch.Tensor) -> tuple[Any, ...]:
     return dq_sum, operands.dq, ready.scales[2], ready.around_shape
-
-
-def _lists(call: AttentionCall) -> tuple[Any, ...]:
-    if call.blocks is None:
-        return _NO_LISTS
-    turned = transposed_lists(call.blocks)
-    blocks = turned.blocks
-    work = work_lists(blocks, KEYS)
-    # a kernel needs an address, also to read nothing from
-    entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
-    num_key_blocks = pack_ints((blocks.grid.num_q_blocks,))
-    return turned.offsets, entries, work.work, *work.steps, *num_key_blocks

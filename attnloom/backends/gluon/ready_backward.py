@@ -70,11 +70,19 @@ class Ready:
 
 def portable(call: AttentionCall) -> str | None:
     """Why the portable kernels compute this call's gradients; None if they do not."""
+    if max(call.query.size(3), call.value.size(3)) > MAX_HEAD_DIM:
+        return f"heads are wider than {MAX_HEAD_DIM}: dk and dv do not fit the registers."
+    refused = refusal(call)
+    if refused is None and call.options.backend == "auto":
+        return slower(call)
+    return refused
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Why no kernel of this backend computes this call's gradients, whatever its heads are."""
     query, value, blocks = call.query, call.value, call.blocks
     if call.options.deterministic:
         return "gradients are to be bitwise repeatable."
-    if max(query.size(3), value.size(3)) > MAX_HEAD_DIM:
-        return f"heads are wider than {MAX_HEAD_DIM}: dk and dv do not fit the registers."
     if query.size(3) % _ALIGNED_WIDTH or value.size(3) % _ALIGNED_WIDTH:
         return "rows of the gradients do not start at multiples of 16 bytes."
     if blocks is not None and (blocks.q_block < STEP or blocks.kv_block < KEYS):
@@ -83,15 +91,13 @@ def portable(call: AttentionCall) -> str | None:
         return "the mask has more than 2**31 live blocks."
     if _lines(query) > _INT32:
         return "there are more than 2**31 rows."
-    return slower(call) if call.options.backend == "auto" else None
+    return None
 
 
 def slower(call: AttentionCall) -> str | None:
     """Why "auto" leaves this call to the portable kernels although the kernel takes it: they are
     faster, or it was not seen right and faster on a device (docs/log.md)."""
-    query, key, value = call.query, call.key, call.value
-    if _leaves_idle(query, key):
-        return "there are few keys for many queries."
+    query, value = call.query, call.value
     widths = width_of(query.size(3)), width_of(value.size(3))
     if _padded(query.size(3), value.size(3)) > _MOST_PADDING[max(widths)]:
         return (
@@ -100,6 +106,14 @@ def slower(call: AttentionCall) -> str | None:
         )
     if adds_in_each_step(call):
         return "gradients of captured tensors are added to in every step."
+    return slower_blocks(call)
+
+
+def slower_blocks(call: AttentionCall) -> str | None:
+    """As `slower`, whatever heads and score_mod are."""
+    query, key = call.query, call.key
+    if _leaves_idle(query, key):
+        return "there are few keys for many queries."
     if _units(query, key) > 1 and tells_heads_apart(call):
         return "the mods tell heads apart that share keys."
     if refined(call) is not call:
@@ -122,18 +136,18 @@ def _leaves_idle(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether half of the processors would have no program, where the portable kernels divide the
     queries of a key head among several."""
     num_processors = configs.device_of(query.device).num_processors
-    return _units(query, key) > 1 and 2 * _programs(key) <= num_processors
+    return _units(query, key) > 1 and 2 * num_programs(key) <= num_processors
 
 
-def _programs(key: torch.Tensor) -> int:
+def num_programs(key: torch.Tensor) -> int:
     return key.size(0) * key.size(1) * -(-key.size(2) // KEYS)
 
 
 def programs_of(form: Form, key: torch.Tensor) -> int:
     """One for each tile, or one a processor that draws tiles."""
     if not form.persistent:
-        return _programs(key)
-    return min(_programs(key), configs.device_of(key.device).num_processors)
+        return num_programs(key)
+    return min(num_programs(key), configs.device_of(key.device).num_processors)
 
 
 def _pitch(query: torch.Tensor) -> int:
@@ -182,25 +196,26 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
         Launcher(backward_kernel, main, programs_of(form, key), {"num_warps": 4}),
         Launcher(finish_kernel, around, rows - 1, {"num_warps": 4}),
         tuple(Blank.of(tensor, n, w) for tensor, n, w in boxes),
-        _blank_statistics(lines, query.device),
+        blank_statistics(lines, query.device),
         lines,
         width,
         mods.scales,
         pack_ints((heads, q_len, _pitch(query), batch * heads)),
-        pack_ints(_main_shape(operands)),
+        pack_ints(main_shape(operands, _pitch(query))),
         pack_ints([step for t in (operands.out, dout) for step in steps(t)]),
     )
 
 
-def _blank_statistics(lines: int, device: torch.device) -> Blank:
+def blank_statistics(lines: int, device: torch.device) -> Blank:
+    """Of [2, lines] numbers, STEP at a time."""
     stats = torch.empty(2, lines, dtype=torch.float32, device=device)
     found = TensorDescriptor(stats, [2, lines], [lines, 1], [1, STEP], _ROWS)
     found.base = None
     return Blank(found)
 
 
-def _main_shape(operands: Operands) -> tuple[int, ...]:
-    """`shape` of backward_shared.plan_of."""
+def main_shape(operands: Operands, pitch: int) -> tuple[int, ...]:
+    """`shape` of backward_shared.plan_of. pitch: rows of a head in the statistics."""
     query, key, blocks = operands.query, operands.key, operands.call.blocks
     batch, heads, q_len, _ = query.shape
     kv_batch, heads_kv, kv_len, _ = key.shape
@@ -218,7 +233,7 @@ def _main_shape(operands: Operands) -> tuple[int, ...]:
         max(1, heads_together(operands, q_len) // group),
         group * batch // kv_batch,
         kv_batch * heads_kv,
-        _pitch(query),
+        pitch,
     )
 
 

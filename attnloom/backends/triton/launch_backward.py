@@ -56,7 +56,7 @@ def backward(
     operands = Operands.of(call, out, lse, dout, dlse)
     if operands.signature not in _delta:
         _compile_first(operands)
-    stats = _row_statistics(operands)
+    stats = row_statistics(operands)
     captured = Captured.of(call)
     scales: torch.Tensor | None = None
     added = captured is None and adds_queries(operands)
@@ -65,7 +65,7 @@ def backward(
         if captured is not None and captured.needs_peaks:
             scales = captured.scales(peaks)
     for role in _key_roles(operands, captured, added):
-        _run_keys(operands, stats, role, captured, scales)
+        run_keys(operands, stats, role, captured, scales)
     query, key, value = call.query, call.key, call.value
     dtensors: tuple[torch.Tensor | None, ...] = ()
     if captured is not None:
@@ -172,7 +172,7 @@ def zero_gradients(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
 _delta: dict[tuple[object, ...], Launcher] = {}
 
 
-def _row_statistics(operands: Operands) -> torch.Tensor:
+def row_statistics(operands: Operands) -> torch.Tensor:
     """`stats` of backward.py, [2 * B * Hq, PITCH]."""
     stats = _empty_statistics(operands)
     launch = _delta.get(operands.signature)
@@ -274,7 +274,7 @@ def _row_arguments(
     )  # fmt: skip
 
 
-def _run_keys(
+def run_keys(
     operands: Operands,
     stats: torch.Tensor,
     role: Role,

@@ -1,0 +1,130 @@
+"""Backward launches for heads of 129 to 192: dk and dq by wide_kernel, dv by the portable key
+kernel that has it alone, on row statistics of the portable kernels (backward_wide.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from attnloom.backends.gluon import configs_backward, ready_backward
+from attnloom.backends.gluon.backward_around import finish_kernel
+from attnloom.backends.gluon.backward_wide import wide_kernel
+from attnloom.backends.gluon.configs_backward import (
+    FEW_SPILLS,
+    KEYS,
+    MAX_HEAD_DIM,
+    PANEL,
+    PANELS,
+    STEP,
+    Form,
+)
+from attnloom.backends.gluon.descriptors import Blank
+from attnloom.backends.gluon.fields_backward import Mods, around_config, wide_config
+from attnloom.backends.gluon.launch_forward import has_first_numbers
+from attnloom.backends.gluon.lists_backward import key_lists
+from attnloom.backends.registry import AttentionCall, Gradients
+from attnloom.backends.triton.arguments import bind
+from attnloom.backends.triton.choice import keep
+from attnloom.backends.triton.fields_backward import Role
+from attnloom.backends.triton.launch_backward import row_statistics, run_keys, zero_gradients
+from attnloom.backends.triton.launcher import Launcher, addresses_aligned
+from attnloom.backends.triton.operands import Operands
+from attnloom.backends.triton.packed import pack_ints
+from attnloom.backends.triton.ready_backward import pitch_of
+
+_DV_ALONE = Role(own_keys=True, want_dk=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """One backward but for addresses. blanks: of query, dout, key, value, dk."""
+
+    main: Launcher
+    finish: Launcher
+    blanks: tuple[Blank, ...]
+    stats: Blank
+    scales: tuple[float, float, float]
+    main_shape: tuple[float, ...]
+    finish_shape: tuple[float, ...]
+
+
+_ready: dict[tuple[Any, ...], _Ready | None] = {}
+
+
+def form_of(call: AttentionCall) -> Form | None:
+    """The form of the main kernel, None where there is none."""
+    return configs_backward.WIDE_FORM
+
+
+def takes(call: AttentionCall) -> bool:
+    """Whether a backward is one for these kernels, as far as can be told before they are made."""
+    query, value = call.query, call.value
+    if form_of(call) is None or not MAX_HEAD_DIM < query.size(3) <= PANELS * PANEL:
+        return False
+    if value.size(3) > PANELS * PANEL or _learns(call):
+        return False
+    if ready_backward.refusal(call) is not None:
+        return False
+    return call.options.backend != "auto" or ready_backward.slower_blocks(call) is None
+
+
+def _learns(call: AttentionCall) -> bool:
+    return call.score is not None and any(t.requires_grad for t in call.score.program.tensors)
+
+
+def backward(operands: Operands) -> Gradients | None:
+    """Gradients of query, key and value; None where the kernel spills."""
+    key = ready_backward.key_of(operands)
+    ready = _ready.get(key)
+    if ready is None:
+        if key in _ready:
+            return None
+        ready = _prepare(operands)
+    found = _run(operands, ready)
+    if key not in _ready:
+        keep(_ready, key, ready if ready.main.spills <= FEW_SPILLS else None)
+    return found
+
+
+def _prepare(operands: Operands) -> _Ready:
+    call = operands.call
+    query, key, value, dout = operands.inputs
+    form = form_of(call)
+    assert form is not None
+    mods = Mods.of(call, has_first_numbers(call))
+    batch, heads, q_len, _ = query.shape
+    pitch = pitch_of(operands)
+    lines = batch * heads * pitch
+    around, main = around_config(operands, PANELS * PANEL), wide_config(operands, form, mods)
+    half = KEYS // 2
+    boxes = ((query, STEP), (dout, STEP), (key, half), (value, half), (operands.dk, half))
+    return _Ready(
+        Launcher(wide_kernel, main, ready_backward.num_programs(key), {"num_warps": 4}),
+        Launcher(finish_kernel, around, lines // STEP, {"num_warps": 4}),
+        tuple(Blank.of(tensor, rows, PANEL) for tensor, rows in boxes),
+        ready_backward.blank_statistics(lines, query.device),
+        mods.scales,
+        pack_ints(ready_backward.main_shape(operands, pitch)),
+        pack_ints((heads, q_len, pitch, batch * heads)),
+    )
+
+
+def _run(operands: Operands, ready: _Ready) -> Gradients:
+    call = operands.call
+    query, key, value, dout = operands.inputs
+    stats = row_statistics(operands)
+    lines = stats.numel() // 2
+    dq_sum = stats.new_zeros(lines, PANELS * PANEL)
+    tensors = (query, dout, key, value, operands.dk)
+    q_desc, do_desc, k_desc, v_desc, dk_desc = (
+        blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
+    )
+    ready.main(
+        addresses_aligned(call), q_desc, do_desc, k_desc, v_desc,
+        ready.stats.at(stats.view(2, lines)), dk_desc, dq_sum, key_lists(call), bind(call.score),
+        bind(call.mask), ready.scales, ready.main_shape,
+    )  # fmt: skip
+    ready.finish(True, dq_sum, operands.dq, ready.scales[2], ready.finish_shape)
+    run_keys(operands, stats, _DV_ALONE, None, None)
+    dtensors = () if call.score is None else zero_gradients(call)
+    return Gradients(operands.dq, operands.dk, operands.dv, dtensors)
