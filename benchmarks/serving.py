@@ -21,6 +21,7 @@ all weights once a step, and the keys and values that each token sees.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import math
 import statistics
@@ -120,7 +121,8 @@ def measure(
     for name, prepare in contenders.items():
         begin = time.perf_counter()
         try:
-            runs = list(_runs(model, work, prepare, args))
+            # Peers compile when they are made ready.
+            runs = list(_runs(model, work, prepare, int(name == OURS), args))
         except Exception as error:
             if name == OURS:
                 raise
@@ -141,11 +143,10 @@ def measure(
 
 
 def _runs(
-    model: Decoder, work: Workload, prepare: Contender, args: argparse.Namespace
+    model: Decoder, work: Workload, prepare: Contender, num_warm: int, args: argparse.Namespace
 ) -> Iterator[Served]:
-    """One that compiles what requests need, then --runs that count, none of which finds anything in
-    a cache. Peers compile when they are made ready."""
-    num_warm = 1 if prepare is attnloom_engine else 0
+    """Some that compile what requests need, then --runs that count, none of which finds anything in
+    a cache."""
     for i in range(num_warm + args.runs):
         run = prepare(model, work)
         served = run(args.limit)
@@ -219,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{shown.flops_s / 1e12:,.1f} TFLOP/s",
         file=sys.stderr,
     )
-    contenders: dict[str, Contender] = {OURS: attnloom_engine}
+    options = {} if args.ahead is None else {"run_ahead": args.ahead == "on"}
+    contenders: dict[str, Contender] = {OURS: functools.partial(attnloom_engine, **options)}
     contenders |= {name: PEERS[name] for name in args.peers}
     longest = args.prompt, args.tokens
     works = {
@@ -262,6 +264,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=40.0)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--kernels", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--ahead", choices=("on", "off"), help="default: the engine's")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 

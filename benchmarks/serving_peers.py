@@ -25,11 +25,12 @@ from benchmarks.serving_work import PAGE_SIZE, Contender, Run, Served, Workload
 _WARM_UP = 3  # eager steps before a capture
 
 
-def attnloom_engine(model: Decoder, work: Workload) -> Run:
-    """Our engine; requests are queued at once."""
+def attnloom_engine(model: Decoder, work: Workload, **options: Any) -> Run:
+    """Our engine; requests are queued at once. options: of the engine, else its defaults."""
     num, pages = len(work.prompts), work.longest // PAGE_SIZE
     limits = Limits(work.running, work.step_tokens, num, work.longest)
-    engine = Engine(model, None, limits, num_pages=work.running * pages, page_size=PAGE_SIZE)
+    sizes = {"num_pages": work.running * pages, "page_size": PAGE_SIZE}
+    engine = Engine(model, None, limits, **sizes, **options)
     engine.warm_up()
 
     def run(limit: float) -> Served:

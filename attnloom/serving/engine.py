@@ -16,7 +16,7 @@ from attnloom.serving.drafts import Drafter, DraftTree
 from attnloom.serving.metrics import Metrics
 from attnloom.serving.request import Finish, Output, Request, SamplingParams, Sequence
 from attnloom.serving.runner import ModelRunner
-from attnloom.serving.sampling import Draw, sample
+from attnloom.serving.sampling import Draw, Drawn, sample
 from attnloom.serving.scheduler import Chunk, Limits, Scheduler
 from attnloom.serving.static import CudaGraphs
 from attnloom.serving.text import TextStream, Tokenizer
@@ -29,6 +29,25 @@ class _Served:
     sequence: Sequence
     stream: TextStream
     arrived: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the device computes; counts: rows drawn of each chunk."""
+
+    chunks: list[Chunk]
+    counts: tuple[int, ...]
+    drawn: Drawn | None
+
+    @property
+    def alive(self) -> bool:
+        """Whether anybody waits for it: sequences may have ended since it was started."""
+        return any(chunk.sequence.finish is None for chunk in self.chunks)
+
+    def tokens(self) -> list[list[int]]:
+        """Those of each chunk, once they are there."""
+        tokens = iter(self.drawn.read() if self.drawn else ())
+        return [list(itertools.islice(tokens, count)) for count in self.counts]
 
 
 class Engine:
@@ -53,6 +72,7 @@ class Engine:
         page_size: int = 64,
         drafter: Drafter | None = None,
         cuda_graphs: CudaGraphs = "auto",
+        run_ahead: bool = False,
     ) -> None:
         """Make an engine with an empty cache.
 
@@ -64,6 +84,9 @@ class Engine:
             cuda_graphs: capture decoding steps on a CUDA device, one graph for each number of
                 sequences, and replay them; see `warm_up`. "auto": where there is such a device;
                 with a warning and eagerly if the model cannot be captured. True: or not at all.
+            run_ahead: start a step of the same sequences before the tokens of the last one are
+                read, so that the device does not wait for the host. A sequence that turns out to
+                have ended takes part once more, for nothing; texts stay the same.
         Raises:
             OptionError: a limit means nothing, the cache would not hold one sequence, or graphs
                 are wanted on a device that has none.
@@ -94,6 +117,8 @@ class Engine:
         self._runner = ModelRunner(model, self.cache, limits, cuda_graphs)
         self._eos = {*config.eos_tokens, *(tokenizer.eos_tokens if tokenizer else ())}
         self._served: dict[str, _Served] = {}
+        self._runs_ahead = run_ahead and drafter is None  # drafts follow from tokens
+        self._launched: _Launched | None = None
 
     @property
     def busy(self) -> bool:
@@ -165,25 +190,49 @@ class Engine:
         try:
             return self._step()
         except BaseException:  # an interrupt too: pages were extended that hold nothing yet
+            self._launched = None
             self.scheduler.preempt_all()
             raise
 
     def _step(self) -> list[Output]:
-        chunks = self.scheduler.schedule()
-        if not chunks:
+        step, self._launched = self._launched, None
+        if step is None or not step.alive:
+            step = self._launch(self.scheduler.schedule())
+        if step is None:
             return []
-        logits = self._runner.run(chunks)
-        draws = [draw for chunk in chunks if chunk.ends for draw in _draws(chunk)]
-        tokens = iter(sample(logits.rows, draws) if draws else ())
-        drawn = [list(itertools.islice(tokens, count)) for count in logits.counts]
-        outputs = [
-            self._take(chunk, new)
-            for chunk, new in zip(chunks, self._advance(chunks, drawn), strict=True)
-            if new
+        following = self._follow(step)
+        tokens = step.tokens()
+        self._launched = following
+        live = [
+            (chunk, new)
+            for chunk, new in zip(step.chunks, tokens, strict=True)
+            if chunk.sequence.finish is None
         ]
+        chunks = [chunk for chunk, _ in live]
+        given = self._advance(chunks, [new for _, new in live])
+        outputs = [self._take(chunk, new) for chunk, new in zip(chunks, given, strict=True) if new]
         self.metrics.steps += 1
-        self.metrics.computed_tokens += sum(chunk.num_tokens for chunk in chunks)
+        self.metrics.computed_tokens += sum(chunk.num_tokens for chunk in step.chunks)
         return outputs
+
+    def _launch(self, chunks: list[Chunk], after: _Launched | None = None) -> _Launched | None:
+        """Start a step; after: one that it takes its tokens from."""
+        if not chunks:
+            return None
+        if after is None or after.drawn is None:
+            ahead, logits = 0, self._runner.run(chunks)
+        else:
+            ahead, logits = 1, self._runner.follow(chunks, after.drawn.tokens)
+        draws = [draw for chunk in chunks if chunk.ends for draw in _draws(chunk, ahead)]
+        drawn = sample(logits.rows, draws) if draws else None
+        return _Launched(chunks, logits.counts, drawn)
+
+    def _follow(self, step: _Launched) -> _Launched | None:
+        """Start the step after one that is under way, if its tokens decide nothing."""
+        if not self._runs_ahead:
+            return None
+        chunks = self.scheduler.follow(step.chunks)
+        return None if chunks is None else self._launch(chunks, step)
 
     def generate(
         self, prompts: Iterable[tuple[int, ...] | list[int]], params: SamplingParams | None = None
@@ -305,10 +354,11 @@ class Engine:
         self.metrics.prompt_tokens += len(sequence.request.prompt)
 
 
-def _draws(chunk: Chunk) -> list[Draw]:
-    """How to draw after the last token of a chunk and after each of its drafts."""
+def _draws(chunk: Chunk, ahead: int) -> list[Draw]:
+    """How to draw after the last token of a chunk and after each of its drafts; ahead: tokens that
+    the sequence has but does not know yet."""
     sequence, depths = chunk.sequence, chunk.draft.depths() if chunk.draft else []
-    params, place = sequence.request.params, sequence.num_output
+    params, place = sequence.request.params, sequence.num_output + ahead
     return [Draw(params, sequence.seed, place + depth) for depth in (0, *depths)]
 
 

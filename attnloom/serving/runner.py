@@ -68,13 +68,27 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, chunks: Items[Chunk]) -> StepLogits:
         """Extend the sequences by the tokens of chunks, and compute what follows them."""
+        return self._static_rows(chunks, None) or self._run(chunks)
+
+    @torch.inference_mode()
+    def follow(self, chunks: Items[Chunk], tokens: Tensor) -> StepLogits:
+        """The same for a token of each sequence that only the device knows yet.
+
+        Args:
+            tokens: [number of chunks] on the device.
+        """
+        found = self._static_rows(chunks, tokens)
+        assert found is not None, "one token a sequence is a decoding step"
+        return found
+
+    def _static_rows(self, chunks: Items[Chunk], tokens: Tensor | None) -> StepLogits | None:
         try:
-            rows = self.static.run(chunks)
+            rows = self.static.run(chunks, tokens)
         except CaptureError as error:
             self._go_on_eagerly(error)
-            rows = self.static.run(chunks)
+            rows = self.static.run(chunks, tokens)
         if rows is None:
-            return self._run(chunks)
+            return None
         return StepLogits(rows, tuple(chunk.num_tokens for chunk in chunks))
 
     def _go_on_eagerly(self, error: CaptureError) -> None:

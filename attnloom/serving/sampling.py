@@ -29,18 +29,43 @@ class Draw:
         return random.Random(f"{self.seed}:{self.place}").random()
 
 
-def sample(logits: Tensor, draws: Rows[Draw]) -> list[int]:
-    """One token a row.
+class Drawn:
+    """Tokens, one a row, that the device may still compute.
+
+    Attributes:
+        tokens: [R] int64, where the logits are.
+    """
+
+    __slots__ = ("_event", "_host", "tokens")
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens, self._host = tokens, tokens
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Wait until they are there. What was started since goes on meanwhile."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+def sample(logits: Tensor, draws: Rows[Draw]) -> Drawn:
+    """One token a row, without waiting for the device.
 
     Args:
-        logits: [R, V] float32.
+        logits: [R, V] float32; may be written over once this returns.
     """
     tokens = logits.argmax(-1)
     random_rows = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
     if random_rows:
         index = torch.tensor(random_rows, device=logits.device)
         tokens[index] = _draw(logits[index], [draws[i] for i in random_rows])
-    return tokens.tolist()
+    return Drawn(tokens)
 
 
 def _draw(logits: Tensor, draws: Rows[Draw]) -> Tensor:

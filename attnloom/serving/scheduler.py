@@ -123,6 +123,29 @@ class Scheduler:
                 break
         return list(chunks.values())
 
+    def follow(self, chunks: list[Chunk]) -> list[Chunk] | None:
+        """The step after one whose tokens are not known yet, as far as these decide nothing: the
+        same sequences, with pages reserved, one token each. None if somebody may join, ends for
+        certain, or would have to give way.
+        """
+        running = self.running
+        if len(chunks) != len(running) or (self.waiting and len(running) < self.limits.max_running):
+            return None
+        for chunk in chunks:
+            sequence = chunk.sequence
+            left = sequence.request.params.max_tokens - sequence.num_output
+            decodes = chunk.count == 1 and chunk.ends and chunk.draft is None
+            if sequence.cached is None or not decodes or left < 2:
+                return None
+        try:
+            for chunk in chunks:
+                name = chunk.sequence.cached
+                assert name is not None
+                self.cache.reserve(name, self.cache.length(name) + 1)
+        except OutOfPagesError:
+            return None  # what was reserved stays so
+        return [Chunk(chunk.sequence, 1, None) for chunk in chunks]
+
     def _left(self, chunks: dict[Sequence, Chunk]) -> int:
         return self.limits.max_step_tokens - sum(c.num_tokens for c in chunks.values())
 

@@ -70,13 +70,22 @@ class StaticStep:
     def device(self) -> torch.device:
         return self._model.device
 
-    def take(self, chunks: Items[Chunk]) -> None:
-        """Extend the sequences of chunks by their tokens, which the next `compute` runs on."""
+    def take(self, chunks: Items[Chunk], tokens: Tensor | None = None) -> None:
+        """Extend the sequences of chunks by their tokens, which the next `compute` runs on.
+
+        Args:
+            tokens: [number of chunks] on the device, where they are known there alone yet; chunks
+                without drafts.
+        """
         names = [name for name in (chunk.sequence.cached for chunk in chunks) if name is not None]
         counts = [chunk.num_tokens for chunk in chunks]
         assert len(names) == len(counts)
         self._cache.grow(names, counts)
         self._batch.update(names, counts)
+        if tokens is not None:
+            assert self._shape.q_len == 1
+            self._tokens[: len(tokens)].copy_(tokens)
+            return
         staging = self._ints.staging()
         into = staging.arrays
         into["tokens"][: len(chunks), 0] = [chunk.sequence.tokens[-1] for chunk in chunks]
@@ -108,8 +117,8 @@ class _Captured:
     graph: torch.cuda.CUDAGraph | None
     logits: Tensor | None
 
-    def run(self, chunks: Items[Chunk]) -> Tensor:
-        self.step.take(chunks)
+    def run(self, chunks: Items[Chunk], tokens: Tensor | None) -> Tensor:
+        self.step.take(chunks, tokens)
         if self.graph is None or self.logits is None:
             return self.step.compute()
         self.graph.replay()
@@ -175,10 +184,12 @@ class StaticSteps:
         for size in reversed(step_sizes(self._limits.max_running)):
             self.prepare(StepShape(size, 1))
 
-    def run(self, chunks: Items[Chunk]) -> Tensor | None:
+    def run(self, chunks: Items[Chunk], tokens: Tensor | None = None) -> Tensor | None:
         """Logits of all tokens of the chunks in order, [R, V], valid until the next step; None if
         they are no decoding step.
 
+        Args:
+            tokens: see StaticStep.take.
         Raises:
             CaptureError: the model's work cannot be captured; nothing was changed.
         """
@@ -187,7 +198,7 @@ class StaticSteps:
             return None
         self.prepare(shape)
         self.num_runs += 1
-        return self._made[shape].run(chunks)[: sum(chunk.num_tokens for chunk in chunks)]
+        return self._made[shape].run(chunks, tokens)[: sum(chunk.num_tokens for chunk in chunks)]
 
 
 def _captured(step: StaticStep, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:

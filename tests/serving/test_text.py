@@ -96,7 +96,7 @@ def test_a_tokenizer_of_a_folder(tmp_path: Path) -> None:
 
 def counts(params: SamplingParams, logits: torch.Tensor, num: int = 4000) -> torch.Tensor:
     draws = [Draw(params, 1, place) for place in range(num)]
-    tokens = sample(logits.expand(num, -1), draws)
+    tokens = sample(logits.expand(num, -1), draws).read()
     return torch.bincount(torch.tensor(tokens), minlength=logits.size(-1)) / num
 
 
