@@ -40,6 +40,7 @@ class _Launcher:
     config: object
     grid: int
     options: dict
+    operands: int = 0  # how many of the first may begin anywhere: compiled as if aligned
     target = "sm_90"
     compiled = []  # (kernel name, Compiled) of the last call
 

@@ -25,7 +25,9 @@ class _Compiler:
     target = "sm_90"
     made: dict[str, Compiled] = {}
 
-    def __init__(self, kernel: Any, config: Any, grid: int, options: dict[str, int]) -> None:
+    def __init__(
+        self, kernel: Any, config: Any, grid: int, options: dict[str, int], operands: int = 0
+    ) -> None:
         self.kernel, self.config, self.grid, self.options = kernel, config, grid, options
         self.spills = 0
 
