@@ -29,7 +29,9 @@ class _Compiler:
 
     made: dict[str, Compiled | CompiledGluon] = {}
 
-    def __init__(self, kernel: Any, config: Any, grid: int, options: dict[str, int]) -> None:
+    def __init__(
+        self, kernel: Any, config: Any, grid: int, options: dict[str, int], operands: int = 0
+    ) -> None:
         self.kernel, self.config, self.options = kernel, config, options
         self.spills = 0
 

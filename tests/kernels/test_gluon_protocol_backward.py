@@ -21,7 +21,7 @@ def form(**changed: Any) -> SimpleNamespace:
         TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_SCORE=False,
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
-        FOLD=False, PREFETCH=False,
+        FOLD=False, LATE=False, PREFETCH=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -36,6 +36,7 @@ FORMS = {
     "wide, from -lse and -delta, by head": form(FOLD=True, BY_HEAD=True),
     "wide, one list": form(SAME_LISTS=True),
     "wide, prefetch": form(PREFETCH=True),
+    "wide, dP late": form(LATE=True),
     "wide, by head, prefetch": form(BY_HEAD=True, PREFETCH=True),
     "narrow": form(DQ_APART=True),
     "narrow, by head, prefetch": form(DQ_APART=True, BY_HEAD=True, PREFETCH=True),

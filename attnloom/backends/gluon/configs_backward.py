@@ -23,8 +23,8 @@ PANELS = 3
 class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
-    16 bytes a thread (pieces.py). prefetch: a step ahead. None of the three and
-    `persistent` was seen on a device yet. The others: see backward_sm90.py and fields_backward.py.
+    16 bytes a thread (pieces.py). prefetch: a step ahead. No device has shown these three, `late`
+    or `persistent` yet. The others: see backward_sm90.py and fields_backward.py.
     """
 
     stages: int
@@ -38,6 +38,10 @@ class Form:
     pieces: bool = False
     prefetch: bool = False
     persistent: bool = False
+    late: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.late and self.early)
 
 
 WIDE_FORM: Form | None = None

@@ -51,6 +51,7 @@ class BackwardSm90Config(Sm90Config):
     DQ_APART: bool
     EARLY: bool
     FOLD: bool
+    LATE: bool
     PREFETCH: bool
     DQ_REGISTERS: int
     GRAD_HEAD: JITFunction | None = None
@@ -178,6 +179,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         DQ_APART=form.dq_apart,
         EARLY=form.early,
         FOLD=form.fold,
+        LATE=form.late,
         PREFETCH=form.prefetch and has_score,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,

@@ -152,7 +152,10 @@ class Contributions(Writer):
             for i in self._under(roots, axis, opened):
                 self._statement(i, self.program.nodes[i], lines, indent)
         # a reduced value is always a float; a name alone may be one of a lower rank
-        value = f"tl.where(live, tl.cast({self._name(item.value)}, {self.real}), 0.0)"
+        value = f"tl.cast({self._name(item.value)}, {self.real})"
+        if self.program.nodes[item.value].op != "input":
+            # dscore itself is 0 where nothing is live
+            value = f"tl.where(live, {value}, 0.0)"
         lines.append(f"{indent}d{number} = {value}")
         lines += [indent + line for line in self._leave(number, item)]
 
