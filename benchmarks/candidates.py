@@ -99,21 +99,17 @@ class FineGluonBackward(GluonBackward):
 
 @dataclass(frozen=True)
 class GluonWide(Change):
-    """A form of the kernel for heads of 129 to 192, whatever it spills; values: the tile of the
-    pass that has dv alone."""
+    """A form of the kernel for heads of 129 to 192, whatever it spills."""
 
     form: configs_backward.Form
-    values: Tile
     backend = "gluon"
 
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.gluon import launch_wide
-        from attnloom.backends.triton import configs_backward as tables
 
         return [
             (launch_wide, "form_of", lambda call: self.form),
             (launch_wide, "FEW_SPILLS", _UNLIMITED),
-            (tables, "value_tiles", lambda device, shape: (_cut(self.values, shape),)),
         ]
 
 
@@ -159,10 +155,9 @@ class PortableBackward(Change):
 
 @dataclass(frozen=True)
 class PortableAdding(Change):
-    """dq added to memory by the key kernel: its tile, and that of a pass that has dv alone."""
+    """dq added to memory by the key kernel, and its tile."""
 
     keys: Tile
-    values: Tile
     backend = "triton"
 
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
@@ -173,7 +168,6 @@ class PortableAdding(Change):
             (ready_backward, "configs_backward", tables),
             (tables, "adds_queries", lambda device, shape: True),
             (tables, "adding_tiles", lambda device, shape: (_cut(self.keys, shape),)),
-            (tables, "value_tiles", lambda device, shape: (_cut(self.values, shape),)),
         ]
 
 
@@ -397,57 +391,29 @@ CANDIDATES = (
         "as at D=64",
     ),
     Candidate(
-        "D=192 keys, steps of 32 queries",
-        PortableBackward(Tile(32, 128, 8, 3), Tile(128, 64, 8, 2)),
-        (_CAUSAL_192,),
-        0,
-        "a third stage fits, and 31 registers are free",
-    ),
-    Candidate(
-        "D=192 rows, steps of 32 keys",
-        PortableBackward(Tile(64, 128, 8, 2), Tile(128, 32, 8, 3)),
-        (_CAUSAL_192,),
-        0,
-        "a third stage fits",
-    ),
-    Candidate(
-        "D=192 values, three stages",
-        PortableBackward(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 3)),
-        (_CAUSAL_192, _FULL_192),
-        0,
-        "the pass of dv needs no values in shared memory: a third stage fits",
-    ),
-    Candidate(
         "D=192, dq added to memory",
-        PortableAdding(Tile(64, 128, 8, 2), Tile(64, 128, 8, 2)),
+        PortableAdding(Tile(64, 128, 8, 2)),
         (_CAUSAL_192, _FULL_192),
         0,
         "6 products instead of 8; 48 KB of additions a step",
     ),
     Candidate(
-        "D=192, dq added to memory; values, three stages",
-        PortableAdding(Tile(64, 128, 8, 2), Tile(64, 128, 8, 3)),
-        (_CAUSAL_192, _FULL_192),
-        0,
-        "both",
-    ),
-    Candidate(
         "D=192 in Gluon without dv",
-        GluonWide(configs_backward.Form(2, False, False, False, 240), Tile(64, 128, 8, 2)),
+        GluonWide(configs_backward.Form(2, False, False, False, 240)),
         (_CAUSAL_192, _FULL_192),
         96,
         "6 products instead of 8, 4 of them by warps that load apart from those that multiply",
     ),
     Candidate(
         "D=192 in Gluon without dv, from -lse and -delta",
-        GluonWide(configs_backward.Form(2, False, False, True, 240), Tile(64, 128, 8, 3)),
+        GluonWide(configs_backward.Form(2, False, False, True, 240)),
         (_CAUSAL_192, _FULL_192),
         108,
-        "a subtraction a score, and three stages of the pass of dv",
+        "and a subtraction a score less",
     ),
     Candidate(
         "D=128 documents, dq added to memory",
-        PortableAdding(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+        PortableAdding(Tile(64, 64, 4, 1)),
         (_DOCUMENTS,),
         156,
         "5 products instead of 7, two programs a processor without a pipeline",

@@ -244,6 +244,8 @@ class Backward:
         """The last two products of dq are those of the step that the line belongs to."""
         own = self.world.own
         found = [reads for reads in own.log if len(reads) == 2 and reads[0] and reads[0][0] == "ds"]
+        if not found:
+            raise ProtocolError(f"dq of line {line} is of no dscore")
         n = found[-1][0][1]
         tile, _, _, _, wanted = self.steps[n]
         row = tile * 2 * HALF

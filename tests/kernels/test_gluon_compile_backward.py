@@ -17,7 +17,8 @@ if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
     pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
 
 # ruff: noqa: E402
-from attnloom.backends.gluon import configs_backward, launch_backward, ready_backward
+from attnloom.backends.gluon import configs_backward, launch_backward, launch_wide, ready_backward
+from attnloom.backends.gluon.configs_backward import Form
 from attnloom.backends.registry import AttentionCall
 from tests.kernels.cross_compile import TARGETS, Compiled, compile_for, device_is
 from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon
@@ -73,6 +74,29 @@ def test_causal(head_dim: int) -> None:
     assert "red.relaxed.gpu.global.add.v4.f32" in main.text
     for name in ("prepare_kernel", "finish_kernel"):
         assert made[name].spills == 0
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_wide_heads_keep_dk_and_dq_in_registers(fold: bool) -> None:
+    """With dv they would not; 248 bytes were spilled while dk and the next scores were formed
+    together."""
+    form = Form(2, dq_apart=False, early=False, fold=fold, registers=240)
+    call = make_call(192, mask_mod=causal, q_len=2048, kv_len=2048)
+    portable = mock.Mock(), mock.Mock(return_value=torch.empty(2 * 32, 2048))
+    with (
+        mock.patch.object(launch_wide, "form_of", lambda call: form),
+        mock.patch.object(launch_wide, "Launcher", _Compiler),
+        mock.patch.object(launch_wide, "run_keys", portable[0]),
+        mock.patch.object(launch_wide, "row_statistics", portable[1]),
+        mock.patch.object(launch_wide, "_ready", {}),
+    ):
+        made = compiled(call)
+    main = made["wide_kernel"]
+    assert portable[0].called
+    assert not main.serialised
+    assert main.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert main.spills <= 128
+    assert made["finish_kernel"].spills == 0
 
 
 @pytest.mark.long

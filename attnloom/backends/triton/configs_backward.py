@@ -61,6 +61,11 @@ _ROWS_HALF: Table = (
     (0, 64, (Tile(64, 32, 4, 1),)),
     (0, 128, (Tile(64, 32, 4, 1), Tile(64, 16, 4, 1))),
 )
+# The pass that has dv alone, where dk and dv take one each: without values in shared memory.
+_VALUES_HALF: Table = (
+    (90, 128, ()),
+    (90, 192, (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2))),
+)
 _SMALL = (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 # Products by fused multiply-adds: short steps, which are the inner dimension of a product.
 _MULTIPLY_ADDS = {
@@ -100,7 +105,9 @@ def adding_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
 
 def value_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
     """Tiles to try for a key kernel that has dv alone, best first; at least one."""
-    return key_tiles(device, shape)
+    if not _lookup(_VALUES_HALF, device, shape):
+        return key_tiles(device, shape)
+    return _fitting(_VALUES_HALF, device, shape, "tile_n", shape.work > 0)
 
 
 @functools.lru_cache(maxsize=4096)

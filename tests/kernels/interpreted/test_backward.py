@@ -104,7 +104,7 @@ def test_a_tile_larger_than_a_block_reads_no_lists(
         check_gradients(Case("causal", sizes, FP16, block_size=(64, 64)), False)
 
 
-ADDING = PortableAdding(Tile(32, 64, 4, 1), Tile(32, 64, 4, 1))
+ADDING = PortableAdding(Tile(32, 64, 4, 1))
 
 
 @pytest.mark.parametrize(
