@@ -211,21 +211,14 @@ _KEYS_WIDE_ALL = configs_backward.form_for(128, 128, may_mask=False, may_fold=Fa
 _NARROW, _TWO_NARROW = configs_forward.forms(64, 64, None)
 _WIDE_OUT_IN_Q = configs_forward.forms(128, 128, None)[1]
 
-_WIDE = configs_forward.forms(128, 128, 128)[0]
 _FINE = (configs_backward.STEP, configs_backward.KEYS)
 
-_CAUSAL = GpuCase("causal", 4, 16, 16, 8192, 8192, 128)
 _DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
 _LONG_DOCUMENTS = GpuCase("documents12", 4, 16, 16, 8192, 8192, 128)
 _FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
 
-_DRAWN = replace(_KEYS_WIDE, persistent=True)
 _DRAWN_FROM_0 = replace(_KEYS_WIDE_FROM_0, persistent=True)
 
-_SHORT = GpuCase("causal", 16, 16, 16, 2048, 2048, 128)
-_FULL = GpuCase("full", 4, 16, 16, 8192, 8192, 128)
-_GROUPED = GpuCase("causal", 4, 32, 8, 8192, 8192, 128)
-_WINDOW = GpuCase("window1024", 4, 16, 16, 8192, 8192, 128)
 _CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
 _ALIBI = GpuCase("causal+alibi", 4, 16, 16, 8192, 8192, 128)
 _CAPPED = GpuCase("causal+softcap", 4, 16, 16, 8192, 8192, 128)
@@ -237,60 +230,18 @@ _BIAS_128 = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 128)
 
 CANDIDATES = (
     Candidate(
-        "relaxed draws",
-        GluonForward(replace(_WIDE, relaxed=True)),
-        (_DOCUMENTS, _CAUSAL),
-        24,
-        "a fence of the producer's memory, and the first-level cache, with each tile",
-    ),
-    Candidate(
-        "Gluon backward, documents",
-        GluonBackward(_KEYS_WIDE),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        136,
-        "5 products of 128 keys instead of 7 of 64; it starts from -lse and -delta now",
-    ),
-    Candidate(
-        "Gluon backward, documents, narrow ids",
-        GluonBackward(replace(_KEYS_WIDE, narrow=True)),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        152,
-        "and half as much to look up and compare",
-    ),
-    Candidate(
-        "Gluon backward, documents, blocks of 64 x 128",
-        FineGluonBackward(replace(_KEYS_WIDE, narrow=True)),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        152,
-        "and 7% (4%) of the steps",
-    ),
-    Candidate(
-        "backward, tiles drawn",
-        GluonBackward(_DRAWN),
-        (_SHORT, _CAUSAL, _GROUPED, _WINDOW, _FULL),
-        28,
-        "a program's start and end, 8 us of the 47 that it takes at S=2048, run under other work",
-    ),
-    Candidate(
-        "backward, tiles drawn, narrow ids",
-        GluonBackward(replace(_DRAWN, narrow=True)),
+        "documents backward in blocks of 64 x 128",
+        FineGluonBackward(_KEYS_WIDE),
         (_DOCUMENTS, _LONG_DOCUMENTS),
         56,
-        "as above, for tiles of five steps",
-    ),
-    Candidate(
-        "backward, tiles drawn, narrow ids, blocks of 64 x 128",
-        FineGluonBackward(replace(_DRAWN, narrow=True)),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        56,
-        "and 7% (4%) of the steps",
+        "7% (4%) of the steps are left out",
     ),
     Candidate(
         "backward with a score_mod, tiles drawn",
         GluonBackward(_DRAWN_FROM_0),
         (_ALIBI, _CAPPED),
         104,
-        "as above, and a third of the registers spilled",
+        "less at start and end of a tile, and a third of the registers spilled",
     ),
     Candidate(
         "backward, tiles drawn, D=64",
@@ -326,20 +277,6 @@ CANDIDATES = (
         (GpuCase("causal+queries", 4, 16, 16, 2048, 2048, 64),),
         64,
         "5 products instead of 7; an addition a query and tile of 64 keys in both",
-    ),
-    Candidate(
-        "a bias in pieces, backward",
-        GluonBackward(replace(_KEYS_NARROW, pieces=True)),
-        (_BIAS,),
-        0,
-        "4 loads and 4 stores of 16 bytes a thread and step in place of 32 and 32 of 2",
-    ),
-    Candidate(
-        "a bias in pieces a step ahead, backward",
-        GluonBackward(replace(_KEYS_NARROW, pieces=True, prefetch=True)),
-        (_BIAS,),
-        0,
-        "as above, and the latency of memory behind half a step",
     ),
     Candidate(
         "a bias in pieces, backward, D=128",

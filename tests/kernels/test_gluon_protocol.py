@@ -18,7 +18,7 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
         CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
-        OVERLAP=consumers == 2, OUT_IN_Q=False, RELAXED=False, PREFETCH=False, OPERAND=None, SUB=1,
+        OVERLAP=consumers == 2, OUT_IN_Q=False, PREFETCH=False, OPERAND=None, SUB=1,
         HAS_LISTS=True, APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True,
         HAS_TAIL=False, MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1,
         COLUMN0="int32", BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,

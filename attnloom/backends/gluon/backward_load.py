@@ -99,7 +99,7 @@ def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
         total = num_tiles_of(plan)
         n = 0
         num = 0
-        t = gl.atomic_add(counter, 1)
+        t = gl.atomic_add(counter, 1, sem="relaxed")
         while t < total:
             found = find_tile(plan, t, cfg)
             at = placed(plan, found, cfg)
@@ -107,7 +107,7 @@ def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
             _load_keys(k_desc, v_desc, mem, at, num, cfg)
             n = _load_steps(q_desc, do_desc, stats, mem, at, n, cfg)
             num += 1
-            t = gl.atomic_add(counter, 1)
+            t = gl.atomic_add(counter, 1, sem="relaxed")
         give_job(mem, num, -1, 0, 0, 0)
         if t == total + gl.num_programs(0) - 1:
             # the last draw of the launch puts the counter back

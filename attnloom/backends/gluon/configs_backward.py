@@ -7,7 +7,7 @@ tiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Registers a thread that a kernel may keep in memory (H200, D=128: soft-capping spills 26 and takes
 # 0.70 of the portable kernels' time, documents 18 and 0.96).
@@ -23,8 +23,8 @@ PANELS = 3
 class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
-    16 bytes a thread (pieces.py). prefetch: a step ahead. No device has shown these three, `late`
-    or `persistent` yet. The others: see backward_sm90.py and fields_backward.py.
+    16 bytes a thread (pieces.py). prefetch: a step ahead. No device has shown `late` yet. The
+    others: see backward_sm90.py and fields_backward.py.
     """
 
     stages: int
@@ -47,10 +47,11 @@ class Form:
 WIDE_FORM: Form | None = None
 """Of the kernel for wider heads (backward_wide.py); None: no device has shown it right yet."""
 
-_NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208)
+_NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208, pieces=True)
 _NARROW_FOLD = Form(4, dq_apart=True, early=True, fold=True, registers=208)
 _WIDE = Form(2, dq_apart=False, early=False, fold=False, registers=240)
 _WIDE_FOLD = Form(2, dq_apart=False, early=False, fold=True, registers=240)
+_WIDE_DRAWN = replace(_WIDE_FOLD, narrow=True, persistent=True)
 
 
 def width_of(head_dim: int) -> int:
@@ -67,4 +68,6 @@ def form_for(head_dim: int, value_dim: int, may_mask: bool, may_fold: bool) -> F
     """
     if max(width_of(head_dim), width_of(value_dim)) == 64:
         return _NARROW_FOLD if may_fold and may_mask else _NARROW
+    if may_mask and may_fold:
+        return _WIDE_DRAWN
     return _WIDE_FOLD if may_fold else _WIDE

@@ -18,7 +18,6 @@ class Form:
     registers, load_registers: a thread, of consumers after the first and of the producer; the first
         consumer has what is left. column_registers: the same where a warp looks up keys.
     panels: three, of PANEL columns each, for D and Dv of 129 to 192; 1: one tile of a power of two.
-    relaxed: the draw of a tile orders no other memory, as no device has shown right yet.
     pieces: captured elements of single scores are read 16 bytes a thread (pieces.py). prefetch: a
         step ahead, into registers. No device has shown either yet.
     """
@@ -33,7 +32,6 @@ class Form:
     load_registers: int
     column_registers: tuple[int, int]
     panels: int = 1
-    relaxed: bool = False
     pieces: bool = False
     prefetch: bool = False
 

@@ -37,7 +37,7 @@ class ForwardSm90Config(Sm90Config):
     NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
-    PANELS: as many tiles of D or DV columns cover a head dimension. RELAXED: see forward_load.py.
+    PANELS: as many tiles of D or DV columns cover a head dimension.
     PREFETCH: see forward_sm90.py.
     """
 
@@ -47,7 +47,6 @@ class ForwardSm90Config(Sm90Config):
     PANELS: int
     OVERLAP: bool
     OUT_IN_Q: bool
-    RELAXED: bool
     PREFETCH: bool
     APART: bool
     NEEDS_KEYS: bool
@@ -114,7 +113,6 @@ def config_of(
         PANELS=form.panels,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
-        RELAXED=form.relaxed,
         PREFETCH=form.prefetch and shared["HAS_SCORE"],
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],

@@ -60,13 +60,10 @@ def _load_query(q_desc, mem, b, h, tile, n, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _draw(counter, cfg: gl.constexpr):
-    """The number of a program's next tile. RELAXED: without a fence of the warp's memory, after
-    which the processor forgets its first-level cache; no draw says anything of other memory."""
-    if cfg.RELAXED:
-        return gl.atomic_add(counter, 1, sem="relaxed")
-    else:
-        return gl.atomic_add(counter, 1)
+def _draw(counter):
+    """The number of a program's next tile: without a fence of the warp's memory, after which the
+    processor forgets its first-level cache, as no draw says anything of other memory."""
+    return gl.atomic_add(counter, 1, sem="relaxed")
 
 
 @gluon.jit
@@ -129,11 +126,11 @@ def load_tiles(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.conste
     heads, group, _, _, _, _, total, step_b, overhang = plan
     n = 0
     num_tiles = 0
-    t = _draw(counter, cfg)
+    t = _draw(counter)
     tile, unit, first, last = _look_up(lists, plan, gl.minimum(t, total - 1), cfg)
     entry = _first_entry(lists, first, last, cfg)
     while t < total:
-        t = _draw(counter, cfg)
+        t = _draw(counter)
         b, h = unit // heads, unit % heads
         give_job(mem, num_tiles, tile, unit, (last - first).to(gl.int32))
         _load_query(q_desc, mem, b, h, tile, num_tiles, cfg)

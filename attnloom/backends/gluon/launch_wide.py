@@ -65,7 +65,9 @@ def takes(call: AttentionCall) -> bool:
         return False
     if ready_backward.refusal(call) is not None:
         return False
-    return call.options.backend != "auto" or ready_backward.slower_blocks(call) is None
+    if call.options.backend != "auto":
+        return True
+    return ready_backward.slower_keys(call) is None and ready_backward.coarse(call) is None
 
 
 def _learns(call: AttentionCall) -> bool:

@@ -106,16 +106,22 @@ def slower(call: AttentionCall) -> str | None:
         )
     if adds_in_each_step(call):
         return "gradients of captured tensors are added to in every step."
-    return slower_blocks(call)
+    return slower_keys(call) or (None if _form_of(call).persistent else coarse(call))
 
 
-def slower_blocks(call: AttentionCall) -> str | None:
+def slower_keys(call: AttentionCall) -> str | None:
     """As `slower`, whatever heads and score_mod are."""
     query, key = call.query, call.key
     if _leaves_idle(query, key):
         return "there are few keys for many queries."
     if _units(query, key) > 1 and tells_heads_apart(call):
         return "the mods tell heads apart that share keys."
+    return None
+
+
+def coarse(call: AttentionCall) -> str | None:
+    """The same of masks that the portable kernels leave out more of, for kernels whose programs
+    have one tile: to start one takes as long as several steps."""
     if refined(call) is not call:
         return "blocks of 64 leave out many scores of those of the mask."
     return None
@@ -161,7 +167,10 @@ def _lines(query: torch.Tensor) -> int:
 
 
 def form_of(operands: Operands) -> Form:
-    call = operands.call
+    return _form_of(operands.call)
+
+
+def _form_of(call: AttentionCall) -> Form:
     tail = call.key.size(2) % KEYS != 0
     return form_for(
         call.query.size(3),
