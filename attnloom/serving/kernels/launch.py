@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,11 @@ class HeadsConfig(KernelConfig):
 
 
 class KernelOps:
-    """`Ops` in one kernel each."""
+    """`Ops` in one kernel each.
+
+    Launches are remembered by what kernels and their grids depend on, plain numbers that are
+    compared sooner than a configuration is made: outside of graphs a layer starts five of them.
+    """
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = torch.empty_like(x)
@@ -75,22 +80,28 @@ class KernelOps:
         return summed, out
 
     def rotate(self, projected: Tensor, turn: Turn, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        num_tokens = len(projected)
-        query = projected.new_empty(num_tokens, heads.num_q, heads.dim)
-        key = projected.new_empty(num_tokens, heads.num_kv, heads.dim)
-        block = triton.next_power_of_2(heads.dim // 2)
-        num_heads = heads.num_q + heads.num_kv
-        config = HeadsConfig(heads.num_q, heads.num_kv, heads.dim, _HEADS, block)
-        grid = num_tokens * triton.cdiv(num_heads, _HEADS)
-        _launch(rows.rotate_kernel, config, grid, 4, projected, *turn, query, key)
-        return query, key, projected.unflatten(-1, (-1, heads.dim))[:, num_heads:]
+        num_tokens, num_q, num_kv, dim = len(projected), heads.num_q, heads.num_kv, heads.dim
+        query = projected.new_empty(num_tokens, num_q, dim)
+        key = projected.new_empty(num_tokens, num_kv, dim)
+        form = ("rotate", num_q, num_kv, dim)
+
+        def made() -> _Made:
+            block = triton.next_power_of_2(dim // 2)
+            config = HeadsConfig(num_q, num_kv, dim, _HEADS, block)
+            return rows.rotate_kernel, config, triton.cdiv(num_q + num_kv, _HEADS), 4
+
+        _launch(form, made, num_tokens, projected, *turn, query, key)
+        return query, key, projected.view(num_tokens, -1, dim)[:, num_q + num_kv :]
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        num_tokens, width = gate_up.shape
-        out = gate_up.new_empty(num_tokens, width // 2)
-        config = GatedConfig(width // 2, _WIDTH, _ACTIVATIONS[activation])
-        grid = num_tokens * triton.cdiv(width // 2, _WIDTH)
-        _launch(rows.gated_kernel, config, grid, 4, gate_up, out)
+        num_tokens, size = len(gate_up), gate_up.size(1) // 2
+        out = gate_up.new_empty(num_tokens, size)
+
+        def made() -> _Made:
+            config = GatedConfig(size, _WIDTH, _ACTIVATIONS[activation])
+            return rows.gated_kernel, config, triton.cdiv(size, _WIDTH), 4
+
+        _launch(("gated", size, activation), made, num_tokens, gate_up, out)
         return out
 
     def append(
@@ -100,32 +111,49 @@ class KernelOps:
         num_tokens, num_kv, dim = key.shape
         if value.stride()[1:] != (dim, 1):
             value = value.contiguous()
-        block = triton.next_power_of_2(dim)
-        config = HeadsConfig(0, num_kv, dim, _HEADS, block, value.stride(0))
-        grid = num_tokens * triton.cdiv(num_kv, _HEADS)
-        _launch(rows.append_kernel, config, grid, 4, key, value, *stored, places)
+        value_row = value.stride(0)
+
+        def made() -> _Made:
+            block = triton.next_power_of_2(dim)
+            config = HeadsConfig(0, num_kv, dim, _HEADS, block, value_row)
+            return rows.append_kernel, config, triton.cdiv(num_kv, _HEADS), 4
+
+        form = ("append", num_kv, dim, value_row)
+        _launch(form, made, num_tokens, key, value, *stored, places)
 
 
 def _norm(x: Tensor, added: Tensor, norm: Norm, summed: Tensor, out: Tensor, adds: bool) -> None:
     num_tokens, size = x.shape
-    block = triton.next_power_of_2(size)
-    config = NormConfig(size, block, norm.eps, norm.gemma, adds)
-    num_warps = min(16, max(1, block // 512))
-    _launch(rows.add_norm_kernel, config, num_tokens, num_warps, x, added, norm.weight, summed, out)
+
+    def made() -> _Made:
+        block = triton.next_power_of_2(size)
+        config = NormConfig(size, block, norm.eps, norm.gemma, adds)
+        return rows.add_norm_kernel, config, 1, min(16, max(1, block // 512))
+
+    form = ("norm", size, norm.eps, norm.gemma, adds)
+    _launch(form, made, num_tokens, x, added, norm.weight, summed, out)
 
 
+# kernel, its configuration, programs a token, warps
+_Made = tuple[Any, KernelConfig, int, int]
 _ready: dict[tuple[Any, ...], Launcher] = {}
 
 
-def _launch(kernel: Any, config: KernelConfig, grid: int, num_warps: int, *args: Tensor) -> None:
-    """Launch a kernel over tensors, none of which is empty."""
-    if not grid:
+def _launch(
+    form: tuple[Any, ...], made: Callable[[], _Made], num_tokens: int, *args: Tensor
+) -> None:
+    """Launch a kernel over tensors of tokens; form: what its configuration depends on."""
+    if not num_tokens:
         return
     device = args[0].device
-    key = kernel, config, grid, device.index, *(arg.dtype for arg in args)
+    key = (form, num_tokens, device.index, *[arg.dtype for arg in args])
     launcher = _ready.get(key)
     if launcher is None:
-        launcher = Launcher(kernel, config, grid, {"num_warps": num_warps})
+        kernel, config, programs, num_warps = made()
+        launcher = Launcher(kernel, config, num_tokens * programs, {"num_warps": num_warps})
         keep(_ready, key, launcher)
+    places = 0
+    for arg in args:
+        places |= arg.data_ptr()
     with on_device(device):
-        launcher(all(arg.data_ptr() % _ALIGNMENT == 0 for arg in args), *args)
+        launcher(places % _ALIGNMENT == 0, *args)
