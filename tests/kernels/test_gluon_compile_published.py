@@ -145,7 +145,9 @@ def _planned(bound: BoundProgram, purpose: str) -> BoundProgram | None:
 class _Compiler:
     """In place of launcher.Launcher: compiles what it would launch."""
 
-    def __init__(self, kernel: Any, config: Any, grid: int, options: dict[str, int]) -> None:
+    def __init__(
+        self, kernel: Any, config: Any, grid: int, options: dict[str, int], operands: int = 0
+    ) -> None:
         self.kernel, self.config, self.options = kernel, config, options
 
     def __call__(self, aligned: bool, *args: object) -> None:
