@@ -21,7 +21,7 @@ class Bugs:
     accumulator: dtype of the running sums over key tiles; None is that of the softmax.
     key_shift: keys by which the mask is off.
     skipped_tile: number of a tile of TILE keys that is left out.
-    capture_gain: factor on captured gradients.
+    capture_gain, key_gain: factors on gradients, captured and of key.
     lse_base_2: lse in units of log2.
     """
 
@@ -31,6 +31,7 @@ class Bugs:
     key_shift: int = 0
     skipped_tile: int | None = None
     capture_gain: float = 1.0
+    key_gain: float = 1.0
     lse_base_2: bool = False
 
 
@@ -38,7 +39,8 @@ TILE = 16
 
 
 def tiled(bugs: Bugs):
-    """An implementation with online softmax in float32 (float64 for float64), and these bugs."""
+    """An implementation with online softmax in float32 (float64 for float64), and these bugs. It
+    rounds gradients of scores to the dtype of the inputs, as kernels do for matrix products."""
 
     def implementation(problem: Problem) -> Outputs:
         work = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
@@ -74,8 +76,11 @@ def _scores(problem: Problem, bugs: Bugs, work: torch.dtype) -> torch.Tensor:
     captures = {name: _with_gain(x, bugs.capture_gain) for name, x in problem.captures.items()}
     score_mod, mask_mod = problem.case.row.build(captures, problem.case.sizes)
     s = problem.case.sizes
-    k = problem.key.to(work).repeat_interleave(s.Hq // s.Hkv, 1)
+    key = _with_gain(problem.key, bugs.key_gain)
+    k = key.to(work).repeat_interleave(s.Hq // s.Hkv, 1)
     scores = problem.query.to(work) @ k.transpose(-2, -1) / math.sqrt(s.D) * bugs.score_gain
+    if scores.requires_grad:
+        scores.register_hook(lambda dscore: dscore.to(problem.query.dtype).to(work))
     at = torch.ones_like(scores, dtype=torch.bool).nonzero(as_tuple=True)
     if mask_mod is not None:
         kept = evaluate_lanes(mask_mod, *at[:3], at[3] - bugs.key_shift)

@@ -14,6 +14,7 @@ from tests.harness.planted import Bugs, tiled
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIZES = Sizes(B=1, Hq=4, Hkv=2, Q_LEN=50, KV_LEN=50, D=16, Dv=24)
+ONE_QUERY = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=1, KV_LEN=130, D=128, Dv=128)
 LONG = Sizes(B=1, Hq=2, Hkv=2, Q_LEN=64, KV_LEN=1000, D=16, Dv=16)
 
 PLANTED = {
@@ -25,6 +26,8 @@ PLANTED = {
     "captured gradient halved": (Bugs(capture_gain=0.5), "head_slope", SIZES, r"d_slope: "),
     "captured gradient missing": (Bugs(capture_gain=0.0), "relative_bias", SIZES, r"d_bias: "),
     "captured gradient off by 5%": (Bugs(capture_gain=1.05), "full_bias", SIZES, r"d_bias: "),
+    "key gradient off by 1%": (Bugs(key_gain=1.01), "plain", SIZES, r"dk: .*gain"),
+    "key gradient of one query off by 1%": (Bugs(key_gain=1.01), "plain", ONE_QUERY, r"dk: "),
     "lse in base 2": (Bugs(lse_base_2=True), "plain", SIZES, r"lse: max error"),
 }
 
@@ -71,6 +74,12 @@ def test_unwritten_element_is_caught(dtype: torch.dtype) -> None:
 )  # fmt: skip
 def test_honest_implementation_passes(mod: str, dtype: torch.dtype) -> None:
     check_attention(Case(mod, SIZES, dtype), tiled(Bugs()))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_rounding_of_whole_rows_was_taken_for_a_gain(seed: int) -> None:
+    """The query sees one key: the gradients of 8 scores, rounded, are a gain of dk of 0.002."""
+    check_attention(Case("mods.alibi", ONE_QUERY, torch.bfloat16, seed=seed), tiled(Bugs()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -324,3 +324,19 @@ def test_an_index_that_only_long_distances_reach():
     assert all(r.passed for r in found.results)
     small = attnloom.check_mod(score_mod, mask_mod, q_len=64, head_dim=8)
     assert small.indices_at == small.setting and small.passed
+
+
+def test_one_rounding_of_a_row_was_taken_for_a_gain():
+    """A gradient of a score is rounded to half precision, then multiplies a row of a query."""
+    rows = torch.zeros(1, 1, 400, 64, dtype=torch.float64)
+    rows[0, 0, 0] = torch.linspace(1, 2, 64)
+    signs = 1 - 2 * (torch.arange(64) % 2)
+
+    def off(name, by, exact):
+        rough = exact * (1 + 0.003 * signs)
+        return judge(name, (exact * (1 + by)).bfloat16(), rough.bfloat16(), exact)
+
+    assert off("dk", 0.003, rows).passed
+    assert "gain" in off("d_table", 0.003, rows).problem
+    assert "gain" in off("dk", 0.01, rows).problem
+    assert "gain" in off("dk", 0.003, rows[:, :, :1].expand(1, 1, 400, 64)).problem
