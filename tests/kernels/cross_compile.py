@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from attnloom.backends.triton import configs
-from attnloom.backends.triton.launcher import OPTIONS
+from attnloom.backends.triton.launcher import with_fusion
 from benchmarks.signatures import type_of
 
 # name -> (target, shared memory a block may use, device as configs.py sees it)
@@ -59,7 +59,7 @@ def compile_for(name: str, kernel: Any, arguments: tuple[Any, ...], options: dic
     signature[names[-1]] = "constexpr"
     attrs = {path: [["tt.divisibility", 16]] for path in _pointers(arguments)}
     source = ASTSource(kernel, signature, {(len(names) - 1,): arguments[-1]}, attrs)
-    compiled = triton.compile(source, target=target, options=OPTIONS | options)
+    compiled = triton.compile(source, target=target, options=with_fusion(arguments[-1], options))
     shared = compiled.metadata.shared
     if target.backend != "cuda":
         return Compiled(shared, None, None, compiled.asm["amdgcn"])

@@ -15,10 +15,9 @@ from attnloom.backends.gluon.score_form import ScoreForm
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.arguments import is_aligned
 from attnloom.backends.triton.captured import sinks_form
-from attnloom.backends.triton.config import KernelConfig
+from attnloom.backends.triton.config import KernelConfig, value_of
 from attnloom.backends.triton.configs import per_block
 from attnloom.backends.triton.emit_grad import Sinks, gradient_of, index_axes, is_tame
-from attnloom.backends.triton.fields import value_of
 from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import Axes, Program
 

@@ -43,5 +43,10 @@ class KernelConfig:
         return self._hash
 
 
+def value_of(config: KernelConfig, name: str) -> Any:
+    """A field as a Python value, where attribute access gives a constexpr."""
+    return object.__getattribute__(config, name)
+
+
 def _text(value: object) -> str:
     return key_of(value) if isinstance(value, JITFunction) else str(value)

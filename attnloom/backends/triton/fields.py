@@ -19,7 +19,7 @@ from attnloom.backends.triton.arguments import (
     takes_descriptor,
     unit_stride,
 )
-from attnloom.backends.triton.config import KernelConfig
+from attnloom.backends.triton.config import KernelConfig, value_of
 from attnloom.backends.triton.fragments import Fragment, mask_fragment, score_fragment
 from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.layouts import mask_layouts, score_layouts
@@ -242,11 +242,6 @@ def fragment_fields(prefix: str, fragment: Fragment | None) -> dict[str, JITFunc
     """Fields SCORE_HEAD, SCORE_ROW, SCORE_BODY (or MASK_*) of a kernel's configuration."""
     parts = ("head", "row", "body")
     return {f"{prefix}_{p.upper()}": getattr(fragment, p, None) for p in parts}
-
-
-def value_of(config: KernelConfig, name: str) -> Any:
-    """A field as a Python value, where attribute access gives a constexpr."""
-    return object.__getattribute__(config, name)
 
 
 def chunk_widths(config: ForwardConfig, letter: str) -> tuple[int, int, int]:

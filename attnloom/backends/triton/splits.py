@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attnloom.backends.triton.config import KernelConfig
-from attnloom.backends.triton.fields import ForwardConfig, Tensors, value_of
+from attnloom.backends.triton.config import KernelConfig, value_of
+from attnloom.backends.triton.fields import ForwardConfig, Tensors
 
 _MAX_SPLITS = 128
 _TILES_TO_BEGIN = 2
