@@ -230,6 +230,20 @@ _BIAS_128 = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 128)
 
 CANDIDATES = (
     Candidate(
+        "documents backward, queries looked up by a warp",
+        GluonBackward(replace(_KEYS_WIDE, rows=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        148,
+        "16 loads a thread in each partial step, which nearly all are",
+    ),
+    Candidate(
+        "documents backward, queries looked up by a warp, blocks of 64 x 128",
+        FineGluonBackward(replace(_KEYS_WIDE, rows=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        148,
+        "both",
+    ),
+    Candidate(
         "documents backward in blocks of 64 x 128",
         FineGluonBackward(_KEYS_WIDE),
         (_DOCUMENTS, _LONG_DOCUMENTS),

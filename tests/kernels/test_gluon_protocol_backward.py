@@ -21,7 +21,8 @@ def form(**changed: Any) -> SimpleNamespace:
         TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_SCORE=False,
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
-        FOLD=False, LATE=False, PREFETCH=False,
+        FOLD=False, LATE=False, PREFETCH=False, NUM_ROWS=0, ROW0="int32",
+        MASK_HEAD=lambda *_: None, MASK_ROW=lambda args, head, b, h, queries: (queries,),
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -50,6 +51,11 @@ FORMS = {
     "wide, tiles drawn, one list": form(SAME_LISTS=True, **DRAWN),
     "narrow, tiles drawn": form(DQ_APART=True, **DRAWN),
     "narrow, tiles drawn, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **DRAWN),
+    "wide, rows": form(FOLD=True, NUM_ROWS=1),
+    "wide, tiles drawn, rows": form(FOLD=True, NUM_ROWS=1, **DRAWN),
+    "narrow, tiles drawn, early, rows": form(
+        DQ_APART=True, EARLY=True, FOLD=True, NUM_ROWS=1, **FOUR, **DRAWN
+    ),
     "no mask": form(
         HAS_LISTS=False, HAS_MASK=False, MAY_MASK=False, NEEDS_QUERIES=False, HAS_TAIL=False, SUB=1
     ),
@@ -67,11 +73,13 @@ def visit_of(cfg: Any, draw: random.Random) -> Visit:
     return Visit(tuple(blocks), cfg.SAME_LISTS, 4 * cfg.SUB * TILE_M - draw.randint(0, 6))
 
 
-@pytest.mark.parametrize("laggard", ["", "load", "keys", "queries"])
+@pytest.mark.parametrize("laggard", ["", "load", "keys", "queries", "rows"])
 @pytest.mark.parametrize("name", FORMS)
 def test_every_wait_ends_and_every_product_has_its_operands(name: str, laggard: str) -> None:
     if laggard == "queries" and not FORMS[name].DQ_APART:
         pytest.skip("no warpgroup of dq alone")
+    if laggard == "rows" and not FORMS[name].NUM_ROWS:
+        pytest.skip("consumers look up their queries")
     draw = random.Random(name)
     for seed in range(4):
         cfg = FORMS[name]
@@ -97,6 +105,16 @@ def dq_of_this_step(names: dict[str, Any]) -> dict[str, Any]:
 
     def wait(barrier, phase, pred=True):
         if not barrier.name.startswith("ds_full"):
+            names["mbarrier"].wait(barrier, phase, pred)
+
+    return {"mbarrier": SimpleNamespace(**{**vars(names["mbarrier"]), "wait": wait})}
+
+
+def rows_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
+    """Rows of a step are not waited for."""
+
+    def wait(barrier, phase, pred=True):
+        if not barrier.name.startswith("row_full"):
             names["mbarrier"].wait(barrier, phase, pred)
 
     return {"mbarrier": SimpleNamespace(**{**vars(names["mbarrier"]), "wait": wait})}
@@ -147,6 +165,7 @@ def jobs_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
         ("narrow, by head, prefetch", pieces_of_the_head_before),
         ("wide, tiles drawn", jobs_given_back_early),
         ("wide, by head", lists_counted_from_zero),
+        ("wide, tiles drawn, rows", rows_of_the_step_before),
         ("wide", dq_of_this_step),
         ("narrow", dq_of_this_step),
         ("narrow, early", queries_given_back_early),
@@ -155,8 +174,9 @@ def jobs_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
 def test_planted_mistakes_are_found(
     name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    visits = [SHORT] * 6 if FORMS[name].PERSISTENT else [LONG]
-    launch = Backward(FORMS[name], visits, 0, laggard="keys")
+    visits = [SHORT] * 6 if mistake is jobs_given_back_early else [LONG]
+    laggard = "rows" if mistake is rows_of_the_step_before else "keys"
+    launch = Backward(FORMS[name], visits, 0, laggard)
     names = launch.names()
     monkeypatch.setattr(launch, "names", lambda: names | mistake(names))
     with pytest.raises(ProtocolError):

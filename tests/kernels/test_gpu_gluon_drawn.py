@@ -31,14 +31,14 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def drawn(programs: int = FEW_PROGRAMS) -> Iterator[None]:
-    """Inside, so many programs of a backward draw all tiles."""
+def drawn(programs: int = FEW_PROGRAMS, **changed: bool) -> Iterator[None]:
+    """Inside, so many programs of a backward draw all tiles. changed: of their form."""
     from attnloom.backends.gluon import ready_backward
 
     form_of = ready_backward.form_of
 
     def persistent(operands):
-        return replace(form_of(operands), persistent=True, narrow=True)
+        return replace(form_of(operands), persistent=True, narrow=True, **changed)
 
     with (
         mock.patch.object(ready_backward, "_ready", {}),
@@ -48,10 +48,10 @@ def drawn(programs: int = FEW_PROGRAMS) -> Iterator[None]:
         yield
 
 
-def check(case: Case, programs: int = FEW_PROGRAMS) -> None:
+def check(case: Case, programs: int = FEW_PROGRAMS, **changed: bool) -> None:
     from tests.kernels.gluon_backward import check_gradients
 
-    with drawn(programs):
+    with drawn(programs, **changed):
         check_gradients(replace(case, block_size=128))
 
 
@@ -82,6 +82,22 @@ _MODS = (
 def test_mods(mod: str, head_dim: int) -> None:
     fp16 = _MODS.index(mod) % 2 == 1
     apart(check_mod, mod, head_dim, fp16)
+
+
+def check_rows(head_dim: int) -> None:
+    """Masks that look up queries, of one head for all and of each; scores capped after a product
+    with what is looked up; tiles whose last keys are not there."""
+    sizes = replace(SIZES, D=head_dim, Dv=head_dim)
+    for mod in ("document", "document_unsorted_per_batch", "document_relative_softcap"):
+        check(Case(mod, sizes, BF16), rows=True)
+    for mod in ("document", "every_second_row"):
+        check(Case(mod, replace(sizes, Q_LEN=1000, KV_LEN=1000), FP16), rows=True)
+        check(Case(mod, sizes, BF16), programs=64, rows=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_looked_up_by_a_warp(head_dim: int) -> None:
+    apart(check_rows, head_dim)
 
 
 def check_lengths(head_dim: int) -> None:

@@ -33,6 +33,8 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg: gl.c
     full = mem.q_full.index(slot)
     mbarrier.wait(mem.q_empty.index(slot), phase)
     put(mem.tags.index(slot), row * 2 + partial)
+    if cfg.NUM_ROWS > 0:
+        mbarrier.arrive(mem.tag_full.index(slot), count=1)
     put(mem.lines.index(n & (LINES - 1)), line)
     mbarrier.expect(full, M * cfg.D * 2 + M * 4)
     q_box = box(mem.q.index(slot), M, cfg.D, cfg)

@@ -43,6 +43,7 @@ from attnloom.backends.gluon.backward_math import (
     subtrahend,
     weighted,
 )
+from attnloom.backends.gluon.backward_rows import write_rows
 from attnloom.backends.gluon.backward_shared import (
     HALF,
     KEYS,
@@ -254,7 +255,7 @@ def _step(
     p = exp2_fast(exponent)
     if cfg.MAY_MASK:
         if partial:
-            p = masked(p, context, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+            p = masked(p, context, mem, n, queries, keys, (q_offset, kv_offset), kv_len, cfg)
     p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
     weight = weighted(p, rest, cfg)
     if cfg.LATE:
@@ -444,7 +445,22 @@ def backward_kernel(
         mine = find_tile(plan, gl.program_id(0), cfg)
     kv_len = whole32(shape, 12)
     q_offset, kv_offset = whole32(shape, 21), whole32(shape, 24)
-    if cfg.DQ_APART:
+    if cfg.DQ_APART and cfg.NUM_ROWS > 0:
+        bi.warp_specialize(
+            [
+                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
+                             sinks, scales, kv_len, q_offset, kv_offset, 0, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
+                             sinks, scales, kv_len, q_offset, kv_offset, 1, cfg)),
+                (_own_queries, (mem, plan, mine, dq_ptr, cfg)),
+                (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
+                              cfg)),
+                (write_rows, (mem, plan, mine, mask_args, q_offset, cfg)),
+            ],
+            [4, 4, 1, 1],
+            [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
+        )  # fmt: skip
+    elif cfg.DQ_APART:
         bi.warp_specialize(
             [
                 (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
@@ -457,6 +473,20 @@ def backward_kernel(
             ],
             [4, 4, 1],
             [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS],
+        )  # fmt: skip
+    elif cfg.NUM_ROWS > 0:
+        bi.warp_specialize(
+            [
+                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
+                             sinks, scales, kv_len, q_offset, kv_offset, 0, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
+                             sinks, scales, kv_len, q_offset, kv_offset, 1, cfg)),
+                (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
+                              cfg)),
+                (write_rows, (mem, plan, mine, mask_args, q_offset, cfg)),
+            ],
+            [4, 1, 1],
+            [cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
         )  # fmt: skip
     else:
         bi.warp_specialize(

@@ -192,7 +192,7 @@ def _step(state, n, total, mem, context, dq_ptr, places, numbers, keys, which, c
     p = exp2_fast(exponent)
     if cfg.MAY_MASK:
         if partial:
-            p = masked(p, context, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+            p = masked(p, context, mem, n, queries, keys, (q_offset, kv_offset), kv_len, cfg)
     weight = weighted(p, rest, cfg)
     dp = warpgroup_mma_wait(0, [dp])
     if not cfg.FOLD:

@@ -223,9 +223,11 @@ def emit_mask(program: Program, target: Target) -> str:
     return gluon_module(*writer.outer(), writer.body(""))
 
 
-def column_values(program: Program) -> list[int]:
-    """The nodes whose values `column` of a program's fragment gives, in order."""
-    return LevelWriter(program, "", Target()).column
+def values_by(program: Program, by: Axes) -> list[int]:
+    """The nodes whose values `column` (by keys) or `row` (by queries) of a program's fragment
+    gives, in order."""
+    writer = LevelWriter(program, "", Target())
+    return writer.column if by == Axes.KV else writer.row
 
 
 def gluon_module(*parts: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.configs_forward import Form
-from attnloom.backends.gluon.emit import column_values
+from attnloom.backends.gluon.emit import values_by
 from attnloom.backends.gluon.fields import Sm90Config, mask_target, score_target, shared_fields
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
@@ -133,21 +133,23 @@ def config_of(
     )
 
 
-def looked_up(mask: BoundProgram | None, target: Target) -> tuple[gl.dtype, ...]:
-    """Types of the values of keys that a mask looks up, as a warp of its own leaves them for the
-    consumers; none if it looks up nothing by key alone, or more values than there is room for.
-    target: of the mask's fragment."""
+def looked_up(
+    mask: BoundProgram | None, target: Target, by: Axes = Axes.KV
+) -> tuple[gl.dtype, ...]:
+    """Types of the values of keys, or queries, that a mask looks up, as a warp of its own leaves
+    them for the consumers; none if it looks up nothing by these alone, or more values than there is
+    room for. target: of the mask's fragment."""
     if mask is None:
         return ()
     program = mask.program
-    columns = column_values(program)
+    found = values_by(program, by)
     loads = any(
-        node.op == "load" and axes & Axes.KV and not axes & Axes.Q
+        node.op == "load" and axes & (Axes.Q | Axes.KV) == by
         for node, axes in zip(program.nodes, program.axes, strict=True)
     )
     types = tuple(
         gl.int32 if holds_32_bits(program, i, target) else _COLUMN_TYPES.get(program.nodes[i].dtype)
-        for i in columns
+        for i in found
     )
     if not loads or len(types) > _MAX_COLUMNS or None in types:
         return ()
