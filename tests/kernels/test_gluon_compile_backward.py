@@ -129,8 +129,8 @@ BIAS = torch.zeros(1, 32, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
 
 @pytest.mark.parametrize("prefetch", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_bias_is_read_and_its_gradient_stored_16_bytes_a_thread(prefetch: bool) -> None:
-    """A consumer's tile of 64 x 64 halves is 4 pieces a thread; a conversion within a warp brings
-    them to where scores are, so that no consumer waits for another's warps."""
+    """A consumer's tile of 64 x 64 halves is 4 pieces a thread, which change threads without a
+    barrier of more than its warps."""
     call = make_call(
         64,
         score_mod=lambda s, b, h, q, kv: s + BIAS[b, h, q, kv],
@@ -139,7 +139,8 @@ def test_a_bias_is_read_and_its_gradient_stored_16_bytes_a_thread(prefetch: bool
         backend="gluon",
     )
     form = configs_backward.form_for(64, 64, may_mask=False, may_fold=False)
-    form = replace(form, pieces=True, prefetch=prefetch)
+    assert form.pieces
+    form = replace(form, lines=prefetch, prefetch=prefetch)
     with mock.patch.object(ready_backward, "form_of", lambda operands: form):
         main = compiled(call)["backward_kernel"]
     assert not main.serialised

@@ -120,18 +120,19 @@ def bound_score(score_mod: Any) -> BoundProgram:
     return BoundProgram(simplify(bound.program, False), bound.tensors, bound.numbers)
 
 
-@pytest.mark.parametrize("inside", ["i", "-"])
+@pytest.mark.parametrize(("inside", "lines"), [("i", False), ("-", False), ("-", True)])
 @pytest.mark.parametrize(("QX", "wide"), [(1, False), (0, True)])
 @pytest.mark.parametrize("name", TABLES)
 def test_an_element_for_each_score_comes_in_pieces(
-    name: str, QX: int, wide: bool, inside: str
+    name: str, QX: int, wide: bool, inside: str, lines: bool
 ) -> None:
     table = TABLES[name]
     bound = bound_score(lambda s, b, h, q, kv: s + table[b, h, q, kv])
-    target = Target(True, wide, False, layouts=(f"--v--v-{inside}v-{inside}1m",))
+    layouts = (f"--v--v-{inside}v-{inside}1m",)
+    target = Target(True, wide, False, layouts=layouts, lines=lines)
     fragment = fragments.score_fragment(bound.program, target)
     made = str(front_end(fragment, bound, QX, True))
-    assert made.count("ttg.convert_layout") == 1
+    assert made.count("ttg.local_load" if lines else "ttg.convert_layout") == 1
     assert "#ttg.linear" in made
 
 

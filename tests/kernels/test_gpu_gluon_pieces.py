@@ -31,12 +31,12 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def in_pieces(prefetch: bool) -> Iterator[None]:
-    """Inside, captured elements of single scores are moved 16 bytes a thread."""
+def in_pieces(way: str) -> Iterator[None]:
+    """Inside, captured elements of single scores are moved 16 bytes a thread. way: of WAYS."""
     from attnloom.backends.gluon import launch_forward, ready_backward
 
     in_order, form_of = launch_forward._in_order, ready_backward.form_of
-    found = {"pieces": True, "prefetch": prefetch}
+    found = {"pieces": True, "lines": "lines" in way, "prefetch": "ahead" in way}
 
     def forward_forms(call, fixed):
         return tuple(replace(form, **found) for form in in_order(call, fixed))
@@ -50,22 +50,23 @@ def in_pieces(prefetch: bool) -> Iterator[None]:
         yield
 
 
+WAYS = ["pieces", "pieces ahead", "lines", "lines ahead"]
 # whole tiles; rows of whole pieces that end inside a tile; rows that start anywhere
 LENGTHS = [(512, 512), (300, 400), (150, 290)]
 
 
-@pytest.mark.parametrize("prefetch", [False, True], ids=["at once", "a step ahead"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mod", ["full_bias", "pair_bias"])
-def test_captured_elements_in_pieces(mod: str, head_dim: int, prefetch: bool) -> None:
-    apart(pieces, mod, head_dim, prefetch)
+def test_captured_elements_in_pieces(mod: str, head_dim: int, way: str) -> None:
+    apart(pieces, mod, head_dim, way)
 
 
-def pieces(mod: str, head_dim: int, prefetch: bool) -> None:
+def pieces(mod: str, head_dim: int, way: str) -> None:
     """Both phases, heads in groups and alone."""
     from tests.kernels.gluon_backward import check_gradients
 
-    with in_pieces(prefetch):
+    with in_pieces(way):
         for (q_len, kv_len), dtype in zip(LENGTHS, (BF16, FP16, BF16), strict=True):
             sizes = replace(SIZES, Q_LEN=q_len, KV_LEN=kv_len, D=head_dim, Dv=head_dim)
             case = Case(mod, sizes, dtype, block_size=128)
@@ -75,12 +76,12 @@ def pieces(mod: str, head_dim: int, prefetch: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.bool, torch.int64], ids=str)
-@pytest.mark.parametrize("prefetch", [False, True], ids=["at once", "a step ahead"])
-def test_elements_of_every_size_in_pieces(dtype: torch.dtype, prefetch: bool) -> None:
-    apart(elements, dtype, prefetch)
+@pytest.mark.parametrize("way", WAYS)
+def test_elements_of_every_size_in_pieces(dtype: torch.dtype, way: str) -> None:
+    apart(elements, dtype, way)
 
 
-def elements(dtype: torch.dtype, prefetch: bool) -> None:
+def elements(dtype: torch.dtype, way: str) -> None:
     """A factor and a sum, whose gradients need the elements again; causal, with lists of blocks;
     tables with padded rows, shared by the batch, and with a head for two."""
     import attnloom
@@ -104,7 +105,7 @@ def elements(dtype: torch.dtype, prefetch: bool) -> None:
     )
     results = []
     for backend in ("gluon", "reference"):
-        with in_pieces(prefetch), gluon_alone():
+        with in_pieces(way), gluon_alone():
             options = {"backend": backend}
             out = attnloom.flex_attention(q, k, v, score_mod, mask, kernel_options=options)
             gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))

@@ -56,10 +56,11 @@ class LevelWriter(Writer):
         gives."""
         self.in_pieces = [i for i in range(len(self.program.nodes)) if self._comes_in_pieces(i)]
         calls: list[str] = []
+        lines = self.target.lines
         for i in self.in_pieces:
             slot = int(self.program.nodes[i].attr)  # type: ignore[call-overload]
             item_bytes = self.program.tensors[slot].dtype.itemsize
-            calls.append(f"q{i}, kv{i} = pc.positions(q, kv, N, QX, {item_bytes})")
+            calls.append(f"q{i}, kv{i} = pc.positions(q, kv, N, QX, {item_bytes}, {lines})")
             calls.append(f"v{i} = {self.prefix}_piece{i}(args, head, b, h, q{i}, kv{i})")
         return (
             *(self._piece(i) for i in self.in_pieces),
@@ -153,7 +154,9 @@ class LevelWriter(Writer):
         narrow = is_narrow(self.target.layouts, slot) and not self.target.wide
         loaded = "tl.int32" if narrow else TYPES[node.dtype]
         piece = f"pieces[{self.in_pieces.index(i)}]"
-        lines.append(f"{indent}v{i} = pc.spread({piece}, score).to({loaded})")
+        lines.append(
+            f"{indent}v{i} = pc.spread({piece}, score, QX, {self.target.lines}).to({loaded})"
+        )
 
     def body(self, inputs: str) -> str:
         """What depends on queries and keys together; q, kv and outer values come unexpanded."""

@@ -166,8 +166,9 @@ class GradWriter(LevelWriter, Contributions):
         mask = f", mask={' & '.join(inside)}" if inside else ""
         sink = f"sinks[{number}]"
         lines = [
-            f"found = pc.gathered(value, QX, {sink}.dtype.element_ty)",
-            f"q, kv = pc.positions(q, kv, value.shape[1], QX, {VECTOR_BYTES // unit})",
+            f"found = pc.gathered(value, QX, {sink}.dtype.element_ty, {self.target.lines})",
+            "q, kv = pc.positions("
+            f"q, kv, value.shape[1], QX, {VECTOR_BYTES // unit}, {self.target.lines})",
             f"tl.store({sink} + {row} * ({sizes[-1]}) + kv, found{mask})",
         ]
         return self._define(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -66,10 +66,10 @@ def mask_target(call: AttentionCall, narrow: bool) -> Target:
     return target.reading(elements_only(mask_layouts(call))) if narrow else target
 
 
-def score_target(call: AttentionCall, pieces: bool, rows: int) -> Target:
+def score_target(call: AttentionCall, pieces: bool, lines: bool, rows: int) -> Target:
     """What the score's fragments may use. pieces: how captured tensors lie, for tiles of so many
-    rows of queries (pieces.py)."""
-    target = target_of(call)
+    rows of queries; lines: see pieces.py."""
+    target = replace(target_of(call), lines=lines)
     return target.reading(score_layouts(call, rows)) if pieces else target
 
 

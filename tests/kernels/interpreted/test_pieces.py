@@ -26,15 +26,15 @@ B, H, Q_LEN, KV_LEN = 2, 4, 150, 208
 CORNERS = [(0, 0), (64, 128), (128, 128)]  # the last ones overhang the tensor
 
 
-def _positions(q, kv, columns, QX, _):
+def _positions(q, kv, columns, QX, *_):
     rows, across = tl.arange(0, ROWS)[:, None], tl.arange(0, columns)[None, :]
     return (q + rows, kv + across) if QX == 1 else (q + across, kv + rows)
 
 
 STAND_IN = SimpleNamespace(
     positions=_positions,
-    spread=lambda pieces, score: pieces,
-    gathered=lambda value, QX, dtype: value.to(dtype),
+    spread=lambda pieces, *_: pieces,
+    gathered=lambda value, QX, dtype, _: value.to(dtype),
 )
 
 
