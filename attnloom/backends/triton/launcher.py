@@ -16,6 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton.binaries import binaries_alone
 from attnloom.backends.triton.config import KernelConfig, value_of
 from attnloom.backends.triton.direct import Direct, direct
 from attnloom.backends.triton.installation import hashed_once
@@ -132,7 +133,7 @@ class Launcher:
         )
         args = (*operands, *args[self._num_anywhere :])
         give_key(self.kernel)
-        with hashed_once():
+        with hashed_once(), binaries_alone():
             return self.kernel.run(
                 *args, self.config, grid=(self.grid,), warmup=True, **self.options
             )
@@ -140,7 +141,7 @@ class Launcher:
     def _start_anew(self, args: tuple[object, ...]) -> None:
         """By Triton, whatever the arguments are."""
         give_key(self.kernel)
-        with hashed_once():
+        with hashed_once(), binaries_alone():
             compiled = self.kernel[(self.grid,)](*args, self.config, **self.options)
         if not INTERPRETED:
             self.spills = compiled.n_spills
