@@ -173,15 +173,20 @@ class PortableAdding(Change):
 
 @dataclass(frozen=True)
 class PortableSplits(Change):
-    """A way to divide keys of splits.py."""
+    """A way to divide keys of splits.py, perhaps with a tile of its own."""
 
     splitting: Splitting
+    tile: Tile | None = None
     backend = "triton"
 
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.triton import launch_decode
 
-        return [(launch_decode, "SPLITTING", self.splitting)]
+        changes: list[tuple[ModuleType, str, Any]] = [(launch_decode, "SPLITTING", self.splitting)]
+        if (tile := self.tile) is not None:
+            tables = launch_decode.configs
+            changes.append((tables, "decode_tiles", lambda device, shape: (_cut(tile, shape),)))
+        return changes
 
 
 _BACKWARD = GluonBackward | GluonWide | PortableBackward | PortableAdding
@@ -223,6 +228,8 @@ _CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
 _ALIBI = GpuCase("causal+alibi", 4, 16, 16, 8192, 8192, 128)
 _CAPPED = GpuCase("causal+softcap", 4, 16, 16, 8192, 8192, 128)
 _CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
+_DECODE_128 = GpuCase("full", 32, 32, 8, 1, 8192, 128)
+_DECODE_64 = GpuCase("full", 32, 16, 16, 1, 8192, 64)
 _DECODE_FEW = GpuCase("full", 8, 32, 8, 1, 32768, 128)
 _DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
 _BIAS = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 64)
@@ -398,20 +405,6 @@ CANDIDATES = (
         "four stages in 147 KB, where three of 64 keys take 197",
     ),
     Candidate(
-        "decode, merged at once",
-        PortableSplits(Splitting(at_once=64)),
-        (_DECODE_FEW, _DECODE_LONG),
-        0,
-        "33 splits are merged in three steps that wait for memory one after the other",
-    ),
-    Candidate(
-        "decode, merged beside",
-        PortableSplits(Splitting(at_once=64, overlaps=True)),
-        (_DECODE_FEW, _DECODE_LONG),
-        0,
-        "and the second kernel is started while the first runs: no gap between them",
-    ),
-    Candidate(
         "decode, merged by the last",
         PortableSplits(Splitting(fused=True)),
         (_DECODE_FEW, _DECODE_LONG),
@@ -419,24 +412,31 @@ CANDIDATES = (
         "no second kernel; 8 programs merge what 32 merged, 32 KB at a time",
     ),
     Candidate(
-        "decode, splits in turns",
-        PortableSplits(Splitting(turns=True)),
-        (_DECODE_FEW, _DECODE_LONG),
+        "decode, first keys asked for ahead",
+        PortableSplits(Splitting(ahead=True)),
+        (_DECODE_128, _DECODE_FEW, _DECODE_LONG, _DECODE_64),
         0,
-        "programs of a head read side by side: 16 places in memory at a time instead of 528",
+        "queries take more than 1 us to come, before which nothing is copied",
     ),
     Candidate(
-        "decode, merged beside, in turns",
-        PortableSplits(Splitting(at_once=64, overlaps=True, turns=True)),
+        "decode, 128 keys, 2 stages",
+        PortableSplits(Splitting(), Tile(16, 128, 4, 2)),
+        (_DECODE_128, _DECODE_FEW, _DECODE_LONG),
+        0,
+        "32 KB of a head at a time: 0.5 to 1% when merged after it",
+    ),
+    Candidate(
+        "decode, 128 keys, one program a processor",
+        PortableSplits(Splitting(a_processor=1), Tile(16, 128, 4, 3)),
+        (_DECODE_FEW, _DECODE_LONG),
+        0,
+        "half as many places in memory at a time, and half as many splits",
+    ),
+    Candidate(
+        "decode, 128 keys, one program a processor, asked for ahead",
+        PortableSplits(Splitting(ahead=True, a_processor=1), Tile(16, 128, 4, 3)),
         (_DECODE_FEW, _DECODE_LONG),
         0,
         "both",
-    ),
-    Candidate(
-        "decode, 3 programs a processor, merged beside",
-        PortableSplits(Splitting(at_once=64, overlaps=True, a_processor=3)),
-        (_DECODE_LONG,),
-        0,
-        "as many as fit: 49 splits of 8 heads in 396 places",
     ),
 )

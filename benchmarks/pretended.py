@@ -26,6 +26,7 @@ from attnloom.api import planning, repeats
 from attnloom.backends.gluon import gate
 from attnloom.backends.triton import beside, configs, direct, launcher
 from attnloom.backends.triton.launch import TritonBackend
+from attnloom.backends.triton.overlap import Config
 from benchmarks.signatures import type_of
 
 H200 = configs.Device(90, 232448, 132, 50 << 20)
@@ -75,7 +76,7 @@ class Gpu:
     stream: int = 0
     compiling: threading.Lock = field(default_factory=threading.Lock)
 
-    def compile(self, kernel: Any, *args: Any, **_: Any) -> SimpleNamespace:
+    def compile(self, kernel: Any, *args: Any, **options: Any) -> SimpleNamespace:
         """As JITFunction.run with warmup=True, but for the kernel."""
         kinds = {name: type_of(a) for name, a in zip(kernel.arg_names, args, strict=True)}
         kinds[kernel.arg_names[-1]] = "constexpr"
@@ -88,7 +89,10 @@ class Gpu:
             self.kernels.append(kernel.__name__)
             self.sizes.append([*sizes, 8, 8])
             handle = len(self.kernels) - 1
-        metadata = SimpleNamespace(shared=1024, num_warps=4, tensordesc_meta=[_DESCRIPTOR] * count)
+        metadata = SimpleNamespace(
+            shared=1024, num_warps=4, tensordesc_meta=[_DESCRIPTOR] * count,
+            launch_pdl=options.get("launch_pdl", False),
+        )  # fmt: skip
         return SimpleNamespace(
             metadata=metadata, src=SimpleNamespace(signature=kinds), hash=handle, name=handle,
             kernel=b"",
@@ -109,11 +113,24 @@ class Gpu:
         return 0
 
     def record(self, function: ctypes.c_void_p, grid: ctypes.c_uint, *rest: Any) -> int:
+        """In place of cuLaunchKernel."""
+        return self._record(function, grid.value, rest[-3], rest[-2])
+
+    def record_overlapping(
+        self, place: ctypes.c_void_p, function: ctypes.c_void_p, values: ctypes.c_void_p, _: None
+    ) -> int:
+        """In place of cuLaunchKernelEx."""
+        config = Config.from_address(place.value or 0)
+        return self._record(function, config.sizes[0], config.stream or 0, values)
+
+    def _record(
+        self, function: ctypes.c_void_p, grid: int, stream: int, values: ctypes.c_void_p
+    ) -> int:
         handle = (function.value or 0) >> 32
         sizes = self.sizes[handle]
-        places = (ctypes.c_void_p * len(sizes)).from_address(rest[-2].value)
+        places = (ctypes.c_void_p * len(sizes)).from_address(values.value or 0)
         given = [ctypes.string_at(at, n) for at, n in zip(places, sizes, strict=True)]
-        self.started.append(Launch(self.kernels[handle], grid.value, rest[-3], given))
+        self.started.append(Launch(self.kernels[handle], grid, stream, given))
         return 0
 
 
@@ -151,6 +168,14 @@ def _start_nothing() -> Callable[..., int]:
     return function
 
 
+def _overlap_nothing() -> Callable[..., int]:
+    """A C function that returns 0 for two addresses that differ, with cuLaunchKernelEx's
+    arguments."""
+    function = ctypes.CDLL(None).pthread_equal
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
+
+
 @contextlib.contextmanager
 def planned_for_it() -> Iterator[None]:
     """Inside, calls with CPU tensors are planned as an H200's, with nothing remembered before."""
@@ -182,6 +207,7 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
     gpu = Gpu(records)
     library = SimpleNamespace(
         cuLaunchKernel=gpu.record if records else _start_nothing(),
+        cuLaunchKernelEx=gpu.record_overlapping if records else _overlap_nothing(),
         cuFuncGetParamInfo=gpu.get_param_info,
     )
     utils = SimpleNamespace(
@@ -200,7 +226,7 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
         mock.patch.object(direct, "_kernels", {}),
         mock.patch.object(direct, "driver", SimpleNamespace(active=active)),
         mock.patch.object(launcher, "driver", SimpleNamespace(active=active)),
-        mock.patch.object(JITFunction, "run", lambda kernel, *a, **k: gpu.compile(kernel, *a)),
+        mock.patch.object(JITFunction, "run", lambda kernel, *a, **k: gpu.compile(kernel, *a, **k)),
         mock.patch.object(torch._C, "_cuda_getDevice", lambda: 0, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: gpu.stream, create=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),

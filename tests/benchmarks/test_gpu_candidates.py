@@ -44,7 +44,7 @@ def test_candidates_are_not_what_is_in_use() -> None:
                 continue  # which `auto` leaves to the portable kernels
             assert change.form != configs_backward.form_for(128, 128, True, may_fold=True)
         elif isinstance(change, PortableSplits):
-            assert change.splitting != SPLITTING
+            assert change.splitting != SPLITTING or change.tile is not None
 
 
 @pytest.mark.parametrize(

@@ -142,13 +142,8 @@ def test_decode_in_a_cuda_graph() -> None:
 
 @pytest.mark.parametrize(
     "splitting",
-    [
-        Splitting(turns=True),
-        Splitting(at_once=64),
-        Splitting(at_once=64, overlaps=True),
-        Splitting(fused=True),
-    ],
-    ids=["turns", "at once", "beside", "fused"],
+    [Splitting(), Splitting(ahead=True), Splitting(fused=True)],
+    ids=["in use", "ahead", "fused"],
 )
 def test_ways_to_split_keys(splitting: Splitting) -> None:
     """Each gives the same bits at every launch, replayed from a graph too, and those of the way in

@@ -139,15 +139,21 @@ def test_decode_streams_by_tma(head_dim, at_once):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_a_merging_kernel_started_early_waits_before_it_reads(target):
     """Where a device cannot start it early, there is nothing to wait for."""
-    splitting = Splitting(at_once=64, overlaps=True)
-    with mock.patch.object(launch_decode, "SPLITTING", splitting):
-        made = compiled(target, make_call(128, q_len=1, kv_len=65536))
+    made = compiled(target, make_call(128, q_len=1, kv_len=65536))
     first, second = made["decode_kernel"].text, made["combine_kernel"].text
     assert ("griddepcontrol.launch_dependents" in first) == (target == "sm_90")
     assert ("griddepcontrol.wait" in second) == (target == "sm_90")
     if target == "sm_90":
         assert second.index("griddepcontrol.wait") < second.index("ld.global")
         assert made["combine_kernel"].spills == 0
+
+
+def test_first_keys_are_asked_for_before_queries_are_read():
+    """Two tiles of 64 rows of two lines, keys and values, by 128 threads."""
+    with mock.patch.object(launch_decode, "SPLITTING", Splitting(ahead=True)):
+        text = compiled("sm_90", make_call(128, q_len=1, kv_len=65536))["decode_kernel"].text
+    assert text.count("prefetch.global.L2") == 4
+    assert text.rindex("prefetch.global.L2") < text.index("ld.global")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])

@@ -7,10 +7,10 @@ Glossary (more in forward.py)
     partial_acc  [B * Hkv, splits, rows, Dv], unnormalised outputs; partial_m, partial_l likewise
 
 Parallelisation: one program a (key head, row chunk, split); each takes an equal share of the live
-key tiles, so that a sparse mask fills the device too: a run of them, or one in NUM_SPLITS (TURNS).
-With one split the program writes the result itself; otherwise the program that is done last merges
-the splits (FUSED), or a second small kernel, which may start beside the first, once all programs of
-that have begun, and then waits until they are done (OVERLAPS). See merge.py.
+key tiles, so that a sparse mask fills the device too. With one split the program writes the result
+itself; otherwise a second small kernel merges the splits, or the program that is done last (FUSED).
+The second may start beside the first, once all programs of that have begun, and waits until they
+are done (OVERLAPS: 3.5 us of 134 on an H200). See merge.py.
 """
 
 import triton
@@ -63,8 +63,7 @@ def _load_queries(q, offsets, inside, cfg: tl.constexpr):
 
 @triton.jit
 def _share(lists, b, h_kv, kv_len, split, num_splits, cfg: tl.constexpr):
-    """(first entry; first and last + 1 key tile of this split, counted from that entry; the step
-    from one to the next)."""
+    """(first entry, first and last + 1 key tile of this split, counted from that entry)."""
     first = 0
     if cfg.HAS_LISTS:
         unit = b * whole32(lists, 2) + h_kv * whole32(lists, 5)
@@ -72,22 +71,34 @@ def _share(lists, b, h_kv, kv_len, split, num_splits, cfg: tl.constexpr):
         total = ((tl.load(lists[1] + unit + 1) - first) * cfg.SUB).to(tl.int64)
     else:
         total = tl.cdiv(kv_len, cfg.TILE_N).to(tl.int64)
-    if cfg.TURNS:
-        return first, split, total.to(tl.int32), num_splits
-    else:
-        start = (total * split // num_splits).to(tl.int32)
-        stop = (total * (split + 1) // num_splits).to(tl.int32)
-        return first, start, stop, 1
+    start = (total * split // num_splits).to(tl.int32)
+    stop = (total * (split + 1) // num_splits).to(tl.int32)
+    return first, start, stop
+
+
+@triton.jit
+def _ask_for(src, at, row, WIDTH: tl.constexpr, cfg: tl.constexpr):
+    """Have the rows of two tiles brought into the second-level cache, nobody waits for them."""
+    b, h, stride_b, stride_h, stride_l, length = at
+    LINE: tl.constexpr = 1024 // src.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    start = src + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+    rows = tl.minimum(row + tl.arange(0, 2 * cfg.TILE_N), length - 1).to(tl.int64) * stride_l
+    for column in tl.static_range(0, WIDTH, LINE):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0", "=r,l", [(start + rows + column).to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["lists", "score_args", "mask_args", "scale", "shape", "strides"])
 def decode_kernel(
-    q, k0, k1, k2, v0, v1, v2, out, lse, max_scores, partial_acc, partial_m, partial_l,
+    q, key, value, k0, k1, k2, v0, v1, v2, out, lse, max_scores, partial_acc, partial_m, partial_l,
     finished, lists, score_args, mask_args, scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
     """shape = (Hq, GROUP, row chunks, splits, Q_LEN, KV_LEN, q_offset, kv_offset, kv batch step
     0/1, block that overhangs KV_LEN or -1); strides as in forward.py. lists = (entries, offsets
-    [units + 1], batch step, head step), see lists.py. finished: see `merge_if_last`."""
+    [units + 1], batch step, head step), see lists.py. finished: see `merge_if_last`. key, value:
+    as k0 and v0 without descriptors."""
     if cfg.OVERLAPS:
         gdc_launch_dependents()
     k_src, v_src = (k0, k1, k2), (v0, v1, v2)
@@ -104,6 +115,10 @@ def decode_kernel(
     k_at = (b_kv, h_kv, whole(strides, 9), whole(strides, 12), whole(strides, 15), kv_len)
     v_at = (b_kv, h_kv, whole(strides, 18), whole(strides, 21), whole(strides, 24), kv_len)
 
+    first, start, stop = _share(lists, b, h_kv, kv_len, split, num_splits, cfg)
+    if cfg.AHEAD:
+        _ask_for(key, k_at, start * cfg.TILE_N, cfg.D, cfg)
+        _ask_for(value, v_at, start * cfg.TILE_N, cfg.DV, cfg)
     rows = chunk * cfg.TILE_M + tl.arange(0, cfg.TILE_M)
     num_rows = group * q_len
     inside = rows < num_rows
@@ -116,18 +131,17 @@ def decode_kernel(
     score_ctx = score_context(score_args, b, pos[1], pos[2], cfg)
     mask_ctx = mask_context(mask_args, b, pos[1], pos[2] + pos[3], cfg)
 
-    first, start, stop, step = _share(lists, b, h_kv, kv_len, split, num_splits, cfg)
     overhang = whole32(shape, 27)
     state = empty_state(cfg.TILE_M, cfg)
     c = exponent_scale(factor, cfg)
     entry = 0
     if cfg.HAS_LISTS:
         entry = tl.load(lists[0] + first + start // cfg.SUB, mask=start < stop, other=0)
-    for t in tl.range(start, stop, step):
+    for t in tl.range(start, stop):
         if cfg.HAS_LISTS:
             kv = ((entry >> 1) * cfg.SUB + t % cfg.SUB) * cfg.TILE_N
             partial = ((entry & 1) != 0) | ((entry >> 1) == overhang)
-            following = tl.minimum(t + step, stop - 1) // cfg.SUB
+            following = tl.minimum(t + 1, stop - 1) // cfg.SUB
             entry = tl.load(lists[0] + first + following)
         else:
             kv = t * cfg.TILE_N

@@ -38,7 +38,8 @@ _TL = {
 class ForwardConfig(KernelConfig):
     """Everything that a forward or decode kernel is compiled for; see the glossary of forward.py.
 
-    SINGLE, TURNS, OVERLAPS, FUSED: of decode.py and paged.py: one split; see splits.Splitting.
+    SINGLE, OVERLAPS, FUSED, AHEAD: of decode.py and paged.py: one split; a second kernel starts
+    beside this one; see splits.Splitting.
     SPLITS, ROWS, WIDTH: that a step of merging takes (FUSED), and Dv in lanes.
     """
 
@@ -73,9 +74,9 @@ class ForwardConfig(KernelConfig):
     MASK_ROW: JITFunction | None = None
     MASK_BODY: JITFunction | None = None
     SINGLE: bool = False
-    TURNS: bool = False
     OVERLAPS: bool = False
     FUSED: bool = False
+    AHEAD: bool = False
     SPLITS: int = 1
     ROWS: int = 1
     WIDTH: int = 16

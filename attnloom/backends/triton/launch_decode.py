@@ -45,7 +45,7 @@ from attnloom.backends.triton.splits import (
 MAX_ROWS = 64  # query heads of a group times queries that count as decode
 MAX_ROWS_IDLE = 128  # the same where a forward would leave processors idle
 _NO_LISTS = (0.0,) * 8
-_OPERANDS = 7  # q, k0 .. v2
+_OPERANDS = 9  # q, key, value, k0 .. v2
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _arguments(
         found = group_lists(call.blocks, call.query.size(1) // key.size(1))
         lists = (found.entries, found.offsets, *found.steps)
     return (
-        tensors.query, *sources, *tensors.outputs(), *shared, lists,
+        tensors.query, key, value, *sources, *tensors.outputs(), *shared, lists,
         bind(call.score), bind(call.mask), pack_double(call.scale), ready.shape, ready.strides,
     )  # fmt: skip
 
@@ -220,13 +220,13 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     config = ForwardConfig(
         **phase_fields(call, tensors, tile),
         SINGLE=splits == 1,
-        TURNS=SPLITTING.turns and splits > 1,
-        OVERLAPS=SPLITTING.overlaps and splits > 1 and device.can_overlap,
+        AHEAD=SPLITTING.ahead and blocks is None and device.can_overlap,
+        OVERLAPS=splits > 1 and not fused and device.can_overlap,
         **fused,
     )
     merge = None
     if splits > 1 and not fused:
-        merged = merge_config(config, splits, SPLITTING.at_once)
+        merged = merge_config(config, splits)
         merge = Launcher(combine_kernel, merged, num_units * num_rows, merge_options(merged))
     return _Ready(
         Launcher(decode_kernel, config, num_units * num_chunks * splits, tile.options, _OPERANDS),

@@ -30,7 +30,6 @@ from attnloom.backends.triton.preparation import (
 )
 from attnloom.backends.triton.shared_lists import lists_of_groups
 from attnloom.backends.triton.splits import (
-    SPLITTING,
     merge_config,
     merge_options,
     num_splits,
@@ -216,7 +215,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     config = PagedConfig(
         **fields,
         SINGLE=splits == 1,
-        OVERLAPS=SPLITTING.overlaps and splits > 1 and device.can_overlap,
+        OVERLAPS=splits > 1 and device.can_overlap,
         PAGE=table.page_size,
         GATHER=gather,
         FAR=max(t.stride(0) * (t.size(0) - 1) for t in (key, value)) + _FAR_ROOM > _FAR,
@@ -225,7 +224,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         HAS_COUNTS=table.counts is not None,
     )
     num_rows = batch * heads * q_len
-    merged = merge_config(config, splits, SPLITTING.at_once)
+    merged = merge_config(config, splits)
     merge = Launcher(combine_kernel, merged, num_rows, merge_options(merged))
     return _Ready(
         Launcher(paged_kernel, config, num_programs * splits, tile.options, _OPERANDS),

@@ -24,7 +24,7 @@ class _Attribute(ctypes.Structure):
     )
 
 
-class _Config(ctypes.Structure):
+class Config(ctypes.Structure):
     """CUlaunchConfig. sizes: of the grid and of a block, and bytes of shared memory."""
 
     _fields_ = (
@@ -42,7 +42,7 @@ class OverlappingLaunch:
 
     def __init__(self, library: Any, sizes: Sequence[int]) -> None:
         attribute = _Attribute(id=_SERIALIZATION, value=1)
-        self._config = _Config(tuple(sizes), None, ctypes.pointer(attribute), 1)
+        self._config = Config(tuple(sizes), None, ctypes.pointer(attribute), 1)
         self._place = ctypes.c_void_p(ctypes.addressof(self._config))
         self._start = library.cuLaunchKernelEx
 

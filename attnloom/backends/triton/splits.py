@@ -22,19 +22,13 @@ _MERGED_ELEMENTS = 8192  # of partial_acc at once: 64 registers a thread of 4 wa
 class Splitting:
     """How keys are divided and merged; results differ by rounding alone.
 
-    turns: splits take turns at key tiles, so that programs of a key head read side by side, where
-        each otherwise has a run of tiles of its own.
-    overlaps: the merging kernel starts beside the first, whose results it waits for, instead of
-        after it; on devices from Hopper on.
     fused: the program of a key head that is done last merges, instead of a second kernel.
-    at_once: splits that a step of the merging kernel takes, at most.
+    ahead: a program asks for its first keys and values before it reads its queries.
     a_processor: programs that share a processor.
     """
 
-    turns: bool = False
-    overlaps: bool = False
     fused: bool = False
-    at_once: int = 16
+    ahead: bool = False
     a_processor: int = 2
 
 
@@ -44,7 +38,7 @@ SPLITTING = Splitting()
 @dataclass(frozen=True, repr=False)
 class MergeConfig(KernelConfig):
     """What the merging kernel is compiled for. SPLITS: that a step takes. WIDTH: DV in lanes.
-    OVERLAPS: it has to wait for the first kernel. The others as in ForwardConfig."""
+    OVERLAPS: it starts beside the first kernel, and waits. The others as in ForwardConfig."""
 
     DV: int
     WIDTH: int
@@ -60,15 +54,16 @@ class MergeConfig(KernelConfig):
 _SHARED = ("WANT_MAX", "MAX_UNSCALED", "OVERLAPS", "ACC")
 
 
-def merge_config(config: ForwardConfig, splits: int, at_once: int) -> MergeConfig:
-    """For results of kernels of this configuration."""
+def merge_config(config: ForwardConfig, splits: int) -> MergeConfig:
+    """For results of kernels of this configuration. 33 splits in one step instead of three: 2 us of
+    134 on an H200."""
     dv = value_of(config, "DV")
     width = triton.next_power_of_2(dv)
-    at_once = min(at_once, max(_FEW, _MERGED_ELEMENTS // width))
+    many = min(_MAX_SPLITS, max(_FEW, _MERGED_ELEMENTS // width))
     return MergeConfig(
         DV=dv,
         WIDTH=width,
-        SPLITS=at_once if splits > _FEW else min(at_once, _FEW),
+        SPLITS=_FEW if splits <= _FEW else many,
         **{name: value_of(config, name) for name in _SHARED},
     )
 
