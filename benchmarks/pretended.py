@@ -241,9 +241,10 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
 def _memories() -> list[dict[Any, Any]]:
     """What launches are remembered by, which holds no pretended launch afterwards."""
     from attnloom.backends.gluon import launch_forward as gluon_forward
+    from attnloom.backends.gluon import launch_wide
     from attnloom.backends.gluon import ready_backward as gluon_backward
     from attnloom.backends.triton import (
-        launch_backward,
+        launch_around,
         launch_decode,
         launch_forward,
         launch_paged,
@@ -251,5 +252,6 @@ def _memories() -> list[dict[Any, Any]]:
     )
 
     modules = (launch_forward, launch_decode, launch_paged, ready_backward)
-    memories = [module._ready for module in (*modules, gluon_forward, gluon_backward)]
-    return [*memories, launch_backward._delta]
+    modules = (*modules, gluon_forward, gluon_backward, launch_wide)
+    memories = [module._ready for module in modules]
+    return [*memories, launch_around._statistics, launch_around._finish]

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from attnloom.backends.registry import AttentionCall
-from attnloom.backends.triton import launch_backward, ready_backward
+from attnloom.backends.triton import launch_around, launch_backward, ready_backward
 from tests.kernels.cross_compile import TARGETS, Compiled, compile_for, device_is
 from tests.kernels.test_triton_compile import causal, make_call, softcap
 from tests.kernels.test_triton_compile import compiled as forward_kernels
@@ -48,17 +48,17 @@ def compiled(target: str, call: AttentionCall) -> dict[str, Compiled]:
     """The kernels of a backward by name; of several tries the one that is kept."""
     _Compiler.target, _Compiler.made = target, {}
     ready_backward._ready.clear()
-    launch_backward._delta.clear()
+    launch_around._statistics.clear()
     rows = call.query.shape[:3]
     out = torch.empty(*rows, call.value.size(3), dtype=call.query.dtype)
     with (
         device_is(target),
-        mock.patch.object(launch_backward, "Launcher", _Compiler),
+        mock.patch.object(launch_around, "Launcher", _Compiler),
         mock.patch.object(ready_backward, "Launcher", _Compiler),
     ):
         launch_backward.backward(call, out, torch.empty(rows), torch.empty_like(out), None)
     ready_backward._ready.clear()
-    launch_backward._delta.clear()
+    launch_around._statistics.clear()
     return _Compiler.made
 
 

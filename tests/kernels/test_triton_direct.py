@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnloom.backends.triton import (
     direct,
+    launch_around,
     launch_backward,
     launch_forward,
     launcher,
@@ -155,13 +156,13 @@ def test_parameters_are_those_that_the_kernels_declare() -> None:
         q_len=256, kv_len=256,
     )  # fmt: skip
     Checker.checked = []
-    ready = (launch_forward._ready, ready_backward._ready, launch_backward._delta)
+    ready = (launch_forward._ready, ready_backward._ready, launch_around._statistics)
     for memory in ready:
         memory.clear()
     with (
         device_is("sm_90"),
         mock.patch.object(launch_forward, "Launcher", Checker),
-        mock.patch.object(launch_backward, "Launcher", Checker),
+        mock.patch.object(launch_around, "Launcher", Checker),
         mock.patch.object(ready_backward, "Launcher", Checker),
     ):
         result = TritonBackend().forward(call, want_max_scores=False)

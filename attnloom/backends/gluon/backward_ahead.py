@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnloom.backends.gluon import launch_backward, ready_backward
+from attnloom.backends.gluon import launch_backward, launch_wide, ready_backward
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
@@ -27,6 +27,9 @@ _NEVER_SPILLS = 64  # columns; soft-capping with ALiBi spills 47 registers at D=
 
 def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Start compiling what the backward of this forward will launch."""
+    if launch_wide.takes(call):
+        _compile(launch_wide.expected_launches(Operands.expected(call, out, lse)))
+        return
     if ready_backward.portable(call) is not None:
         _compile(backward_launches(call, out, lse))
         return

@@ -91,15 +91,16 @@ def backward_again(
 ) -> BackwardAgain | str | None:
     """See `registry.Backend`; None where launches are Triton's, and for captured gradients. A
     reason where the portable kernels run it."""
-    if launch_wide.takes(call):
-        return None
-    why = ready_backward.portable(call)
+    wide = launch_wide.takes(call)
+    why = None if wide else ready_backward.portable(call)
     if why is not None:
         return why
     found = operands_of_aliases(call, out, lse, dout, dlse)
     if found is None or ready_backward.with_descriptor(dout) is not dout:
         return None
     operands, sources = found
+    if wide:
+        return launch_wide.again(operands, sources)
     seen, ready = ready_backward.remembered(ready_backward.key_of(operands))
     if ready is None:
         return _HEAVY if seen else None

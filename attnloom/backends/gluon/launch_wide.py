@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from attnloom.backends.gluon import configs_backward, ready_backward
 from attnloom.backends.gluon.backward_around import finish_kernel
 from attnloom.backends.gluon.backward_wide import wide_kernel
@@ -23,10 +25,26 @@ from attnloom.backends.gluon.fields_backward import Mods, around_config, wide_co
 from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.gluon.lists_backward import key_lists
 from attnloom.backends.registry import AttentionCall, Gradients
+from attnloom.backends.triton.again import BackwardAgain
 from attnloom.backends.triton.arguments import bind
+from attnloom.backends.triton.beside import Launch, wait_for_all
 from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.fields_backward import Role
-from attnloom.backends.triton.launch_backward import row_statistics, run_keys, zero_gradients
+from attnloom.backends.triton.launch_around import (
+    empty_statistics,
+    lines_of_queries,
+    one_line,
+    row_statistics,
+    statistics_again,
+    statistics_first,
+)
+from attnloom.backends.triton.launch_backward import (
+    keys_again,
+    keys_first,
+    run_keys,
+    started_again,
+    zero_gradients,
+)
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_ints
@@ -81,11 +99,25 @@ def backward(operands: Operands) -> Gradients | None:
     if ready is None:
         if key in _ready:
             return None
+        wait_for_all()
         ready = _prepare(operands)
     found = _run(operands, ready)
     if key not in _ready:
         keep(_ready, key, ready if ready.main.spills <= FEW_SPILLS else None)
     return found
+
+
+def expected_launches(operands: Operands) -> list[Launch]:
+    """What a backward will launch, to be compiled and not started. Only addresses are taken of
+    memory."""
+    ready, stats = _prepare(operands), empty_statistics(operands)
+    dq_sum = one_line(stats, PANELS * PANEL)
+    return [
+        (ready.main, _main_arguments(operands, ready, stats, dq_sum)),
+        keys_first(operands, stats, _DV_ALONE, None),
+        statistics_first(operands, stats, dq_sum),
+        (ready.finish, _finish_arguments(operands, ready, dq_sum)),
+    ]
 
 
 def _prepare(operands: Operands) -> _Ready:
@@ -113,20 +145,46 @@ def _prepare(operands: Operands) -> _Ready:
 
 def _run(operands: Operands, ready: _Ready) -> Gradients:
     call = operands.call
+    dq_sum = lines_of_queries(operands, PANELS * PANEL)
+    stats = row_statistics(operands, dq_sum)
+    ready.main(addresses_aligned(call), *_main_arguments(operands, ready, stats, dq_sum))
+    ready.finish(True, *_finish_arguments(operands, ready, dq_sum))
+    run_keys(operands, stats, _DV_ALONE, None, None)
+    dtensors = () if call.score is None else zero_gradients(call)
+    return Gradients(operands.dq, operands.dk, operands.dv, dtensors)
+
+
+def _main_arguments(
+    operands: Operands, ready: _Ready, stats: torch.Tensor, dq_sum: torch.Tensor
+) -> tuple[Any, ...]:
+    call = operands.call
     query, key, value, dout = operands.inputs
-    stats = row_statistics(operands)
-    lines = stats.numel() // 2
-    dq_sum = stats.new_zeros(lines, PANELS * PANEL)
     tensors = (query, dout, key, value, operands.dk)
     q_desc, do_desc, k_desc, v_desc, dk_desc = (
         blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
     )
-    ready.main(
-        addresses_aligned(call), q_desc, do_desc, k_desc, v_desc,
-        ready.stats.at(stats.view(2, lines)), dk_desc, dq_sum, key_lists(call), bind(call.score),
-        bind(call.mask), ready.scales, ready.main_shape,
+    return (
+        q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dq_sum, key_lists(call),
+        bind(call.score), bind(call.mask), ready.scales, ready.main_shape,
     )  # fmt: skip
-    ready.finish(True, dq_sum, operands.dq, ready.scales[2], ready.finish_shape)
-    run_keys(operands, stats, _DV_ALONE, None, None)
-    dtensors = () if call.score is None else zero_gradients(call)
-    return Gradients(operands.dq, operands.dk, operands.dv, dtensors)
+
+
+def _finish_arguments(operands: Operands, ready: _Ready, dq_sum: torch.Tensor) -> tuple[Any, ...]:
+    return dq_sum, operands.dq, ready.scales[2], ready.finish_shape
+
+
+def again(operands: Operands, sources: tuple[torch.Tensor, ...]) -> BackwardAgain | str | None:
+    """See `registry.Backend`; a reason where the kernel spills."""
+    key = ready_backward.key_of(operands)
+    ready = _ready.get(key)
+    if ready is None:
+        return "it spills." if key in _ready else None
+    dq_sum = lines_of_queries(operands, PANELS * PANEL)
+    stats = empty_statistics(operands)
+    launches = (
+        statistics_again(operands, stats, dq_sum),
+        (ready.main, _main_arguments(operands, ready, stats, dq_sum)),
+        (ready.finish, _finish_arguments(operands, ready, dq_sum)),
+        keys_again(operands, stats, _DV_ALONE, None),
+    )
+    return started_again(operands, sources, (stats, dq_sum), launches)

@@ -9,7 +9,8 @@ Programs are numbered as the forward's: within a batch of heads that share the L
 with most live rows first. A unit is one (batch entry, query head) that reads a program's keys;
 where key and value have a batch of one, every batch entry is among them. PARTS > 1 deals units to
 several programs, each with dk and dv of its own, for shapes with few key tiles (summed in order by
-the launcher).
+the launcher). WANT_DQ: dq is added to memory, [B * Hq * PITCH, D] as row statistics lie; else the
+row kernel has it.
 """
 
 import triton

@@ -85,7 +85,8 @@ class BackwardConfig(KernelConfig):
 
 @dataclass(frozen=True, repr=False)
 class DeltaConfig(KernelConfig):
-    """What the preprocess is compiled for. CHUNK: columns of Dv that are loaded at a time."""
+    """What the preprocess is compiled for. CHUNK: columns of Dv that are loaded at a time. CLEARED:
+    of the memory that dq is added to, 0 where it is not."""
 
     TILE_M: int
     CHUNK: int
@@ -94,6 +95,18 @@ class DeltaConfig(KernelConfig):
     NATURAL: bool
     USE_TMA: bool
     ALIGNED: bool
+    ACC: tl.dtype
+    CLEARED: int
+
+    __hash__ = KernelConfig.__hash__
+
+
+@dataclass(frozen=True, repr=False)
+class FinishConfig(KernelConfig):
+    """What finish_kernel is compiled for."""
+
+    TILE_M: int
+    D: int
     ACC: tl.dtype
 
     __hash__ = KernelConfig.__hash__

@@ -1,29 +1,38 @@
 """Backward launches: preprocess, then the row kernel (dq), then the key kernel (dk, dv).
 
-dq, dk and dv are bitwise equal from run to run; gradients of captured tensors are with
-options.deterministic (captured.py). Host work is remembered as in launch_forward.py.
+Or the key kernel adds dq to memory (configs_backward.adds_queries). But for that, dq, dk and dv are
+bitwise equal from run to run; gradients of captured tensors are with options.deterministic
+(captured.py). Host work is remembered as in launch_forward.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
-from attnloom.backends.triton.arguments import bind, descriptors, is_aligned, steps
-from attnloom.backends.triton.backward import delta_kernel
+from attnloom.backends.triton.arguments import bind, descriptors
 from attnloom.backends.triton.beside import Launch, compile_for_later, is_new, wait_for_all
 from attnloom.backends.triton.captured import Captured
-from attnloom.backends.triton.choice import keep
-from attnloom.backends.triton.fields import triton_type
-from attnloom.backends.triton.fields_backward import DeltaConfig, Role, stats_by_tma
+from attnloom.backends.triton.fields_backward import Role, stats_by_tma
 from attnloom.backends.triton.interpreter import INTERPRETED
-from attnloom.backends.triton.launcher import Launcher, addresses_aligned
+from attnloom.backends.triton.launch_around import (
+    empty_statistics,
+    finish,
+    has_run,
+    lines_of_queries,
+    one_line,
+    packed_strides,
+    row_statistics,
+    statistics_again,
+    statistics_first,
+)
+from attnloom.backends.triton.launcher import addresses_aligned
 from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_double, pack_ints
@@ -33,16 +42,12 @@ from attnloom.backends.triton.ready_backward import (
     both_fit,
     first,
     known,
-    pitch_of,
     run,
 )
 from attnloom.backends.triton.transposed import transposed_lists
 
 _NO_LISTS = (0.0,) * 12
 _NO_SINKS = (0.0,)
-_DELTA_ROWS = 64
-_PAIR = 2  # out, dout: operands of the preprocess
-_DELTA_COLUMNS = 64
 
 
 def backward(
@@ -54,18 +59,23 @@ def backward(
 ) -> Gradients:
     """Gradients of a forward's inputs from those of out and lse. No tensor is empty."""
     operands = Operands.of(call, out, lse, dout, dlse)
-    if operands.signature not in _delta:
-        _compile_first(operands)
-    stats = row_statistics(operands)
     captured = Captured.of(call)
     scales: torch.Tensor | None = None
-    added = captured is None and adds_queries(operands)
-    if not added:
+    dq_sum: torch.Tensor | None = None
+    if captured is None and adds_queries(operands):
+        dq_sum = lines_of_queries(operands)
+    if not has_run(operands, dq_sum):
+        _compile_first(operands)
+    stats = row_statistics(operands, dq_sum)
+    if dq_sum is None:
         peaks = _run_rows(operands, stats, captured)
         if captured is not None and captured.needs_peaks:
             scales = captured.scales(peaks)
-    for role in _key_roles(operands, captured, added):
-        run_keys(operands, stats, role, captured, scales)
+    for role in _key_roles(operands, captured, dq_sum is not None):
+        run_keys(operands, stats, role, captured, scales, dq_sum if role.want_dq else None)
+    if dq_sum is not None:
+        launch, arguments = finish(operands, dq_sum)
+        launch(True, *arguments)
     query, key, value = call.query, call.key, call.value
     dtensors: tuple[torch.Tensor | None, ...] = ()
     if captured is not None:
@@ -96,23 +106,32 @@ def _variant(operands: Operands) -> tuple[object, ...]:
 def first_launches(operands: Operands) -> list[Launch]:
     """What a backward launches first, of each kind of kernel; none for captured gradients, whose
     memory is not made twice. Only addresses are taken of results."""
-    call, stats = operands.call, _empty_statistics(operands)
+    call, stats = operands.call, empty_statistics(operands)
     if call.score is not None and any(t.requires_grad for t in call.score.program.tensors):
         return []
-    added = adds_queries(operands)
-    found: list[Launch] = [(_prepare_delta(operands), _delta_arguments(operands, stats))]
-    if not added:
+    dq_sum = one_line(stats, operands.query.size(3)) if adds_queries(operands) else None
+    found: list[Launch] = [statistics_first(operands, stats, dq_sum)]
+    if dq_sum is None:
         rows = first(operands, Role(own_keys=False))
         found.append((rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)))
-    for role in _key_roles(operands, None, added):
-        ready = first(operands, role)
-        dk, dv = operands.dk, operands.dv
-        if ready.parts > 1:
-            dk = dv = stats[None, None]  # of the same type as sums of parts
-        dq_sum = stats if role.want_dq else None
-        args = _key_arguments(operands, ready, (dk, dv, stats), _NO_SINKS, dq_sum)
-        found.append((ready.launch, args))
+    else:
+        found.append(finish(operands, dq_sum))
+    for role in _key_roles(operands, None, dq_sum is not None):
+        added = dq_sum if role.want_dq else None
+        found.append(keys_first(operands, stats, role, added))
     return found
+
+
+def keys_first(
+    operands: Operands, stats: torch.Tensor, role: Role, dq_sum: torch.Tensor | None
+) -> Launch:
+    """What run_keys launches first, to be compiled."""
+    ready = first(operands, role)
+    dk, dv = operands.dk, operands.dv
+    if ready.parts > 1:
+        dk = dv = stats[None, None]  # of the same type as sums of parts
+    args = _key_arguments(operands, ready, (dk, dv, stats), _NO_SINKS, dq_sum)
+    return ready.launch, args
 
 
 def _key_roles(operands: Operands, captured: Captured | None, added: bool) -> tuple[Role, ...]:
@@ -132,31 +151,49 @@ def backward_again(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> BackwardAgain | None:
-    """See `registry.Backend`; None for launches that are Triton's, captured gradients, keys whose
-    queries are divided among programs, and where dq is added to memory."""
+    """See `registry.Backend`; None for launches that are Triton's, captured gradients, and keys
+    whose queries are divided among programs."""
     found = operands_of_aliases(call, out, lse, dout, dlse)
     if found is None:
         return None
     operands, sources = found
-    if adds_queries(operands):
+    dq_sum = lines_of_queries(operands) if adds_queries(operands) else None
+    stats = empty_statistics(operands)
+    buffers = (stats,) if dq_sum is None else (stats, dq_sum)
+    launches = [statistics_again(operands, stats, dq_sum)]
+    if dq_sum is None:
+        rows = known(operands, Role(own_keys=False))
+        launches.append(rows and (rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)))
+    for role in _key_roles(operands, None, dq_sum is not None):
+        launches.append(keys_again(operands, stats, role, dq_sum if role.want_dq else None))
+    if dq_sum is not None:
+        launches.append(finish(operands, dq_sum))
+    return started_again(operands, sources, buffers, launches)
+
+
+def keys_again(
+    operands: Operands, stats: torch.Tensor, role: Role, dq_sum: torch.Tensor | None
+) -> Launch | None:
+    """The launch of run_keys, if it has run, as one kernel."""
+    ready = known(operands, role)
+    if ready is None or ready.parts > 1:
         return None
-    stats = _empty_statistics(operands)
-    delta, rows = _delta.get(operands.signature), known(operands, Role(own_keys=False))
-    keys = [known(operands, role) for role in _key_roles(operands, None, False)]
-    if delta is None or rows is None:
+    results = operands.dk, operands.dv, stats
+    return ready.launch, _key_arguments(operands, ready, results, _NO_SINKS, dq_sum)
+
+
+def started_again(
+    operands: Operands,
+    sources: tuple[torch.Tensor, ...],
+    buffers: tuple[torch.Tensor, ...],
+    launches: Sequence[Launch | None],
+) -> BackwardAgain | None:
+    """These launches with other addresses; None if there is one that has not run."""
+    found = [launch for launch in launches if launch is not None]
+    if len(found) < len(launches):
         return None
-    sources = (*sources, stats)
-    launches = [
-        (delta, _delta_arguments(operands, stats)),
-        (rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)),
-    ]
-    for ready in keys:
-        if ready is None or ready.parts > 1:
-            return None
-        results = operands.dk, operands.dv, stats
-        launches.append((ready.launch, _key_arguments(operands, ready, results, _NO_SINKS)))
-    restarts = [launch.restart(args, sources) for launch, args in launches]
-    return BackwardAgain.of(operands, (stats,), restarts)
+    restarts = [launch.restart(args, (*sources, *buffers)) for launch, args in found]
+    return BackwardAgain.of(operands, buffers, restarts)
 
 
 def zero_gradients(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
@@ -167,55 +204,6 @@ def zero_gradients(call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) if spec.requires_grad else None
         for spec, t in zip(specs, call.score.tensors, strict=True)
     )
-
-
-_delta: dict[tuple[object, ...], Launcher] = {}
-
-
-def row_statistics(operands: Operands) -> torch.Tensor:
-    """`stats` of backward.py, [2 * B * Hq, PITCH]."""
-    stats = _empty_statistics(operands)
-    launch = _delta.get(operands.signature)
-    if launch is None:
-        launch = _prepare_delta(operands)
-        keep(_delta, operands.signature, launch)
-    launch(operands.rows_aligned, *_delta_arguments(operands, stats))
-    return stats
-
-
-def _empty_statistics(operands: Operands) -> torch.Tensor:
-    batch, heads, _, _ = operands.dout.shape
-    size = (2 * batch * heads, pitch_of(operands))
-    return torch.empty(size, dtype=operands.real, device=operands.query.device)
-
-
-def _delta_arguments(operands: Operands, stats: torch.Tensor) -> tuple[object, ...]:
-    batch, heads, q_len, _ = operands.dout.shape
-    pair, lse = (operands.out, operands.dout), operands.lse
-    return (
-        *pair, lse if operands.dlse is None else operands.dlse, lse, stats,
-        pack_ints((heads, q_len, pitch_of(operands), batch * heads)), _strides(*pair),
-    )  # fmt: skip
-
-
-def _prepare_delta(operands: Operands) -> Launcher:
-    batch, heads, _, width = operands.dout.shape
-    config = DeltaConfig(
-        TILE_M=_DELTA_ROWS,
-        CHUNK=min(_DELTA_COLUMNS, max(16, triton.next_power_of_2(width))),
-        DV=width,
-        HAS_DLSE=operands.dlse is not None,
-        NATURAL=operands.by_multiply_adds,
-        USE_TMA=False,
-        ALIGNED=is_aligned(operands.out) and is_aligned(operands.dout),
-        ACC=triton_type(operands.real),
-    )
-    grid = pitch_of(operands) // _DELTA_ROWS * batch * heads
-    return Launcher(delta_kernel, config, grid, {"num_warps": 4}, _PAIR)
-
-
-def _strides(*tensors: torch.Tensor) -> tuple[float, ...]:
-    return pack_ints([step for tensor in tensors for step in steps(tensor)])
 
 
 def _sources(operands: Operands, ready: Ready) -> tuple[object, ...]:
@@ -270,7 +258,7 @@ def _row_arguments(
     return (
         *_sources(operands, ready), operands.dq, stats, lists, bind(call.score),
         bind(call.mask), sinks, pack_double(call.scale), ready.shape,
-        _strides(*operands.inputs, operands.dq),
+        packed_strides(*operands.inputs, operands.dq),
     )  # fmt: skip
 
 
@@ -280,19 +268,20 @@ def run_keys(
     role: Role,
     captured: Captured | None,
     scales: torch.Tensor | None,
+    dq_sum: torch.Tensor | None = None,
 ) -> None:
-    """dk, dv and captured gradients, as far as the role wants them."""
+    """dk, dv and captured gradients, as far as the role wants them. dq_sum: zeros that dq is added
+    to, if it wants that."""
     call = operands.call
     sinks = captured.arguments(scales) if captured is not None and role.sinks else _NO_SINKS
-    dq_sum = _lines_of_queries(operands, stats) if role.want_dq else None
     started: list[Ready] = []
 
     def launch(ready: Ready) -> None:
         if started and captured is not None and role.sinks:
             captured.clear()  # another try adds once more
-        started.append(ready)
-        if dq_sum is not None:
+        if started and dq_sum is not None:
             dq_sum.zero_()
+        started.append(ready)
         dk, dv = operands.dk, operands.dv
         if ready.parts > 1:
             dk, dv = (
@@ -305,16 +294,6 @@ def run_keys(
             _sum_parts(operands, role, (dk, dv), ready.parts)
 
     run(operands, role, launch)
-    if dq_sum is not None:
-        batch, heads, q_len, width = operands.dq.shape
-        found = dq_sum.view(batch, heads, -1, width)[:, :, :q_len]
-        torch.mul(found, call.scale, out=operands.dq)
-
-
-def _lines_of_queries(operands: Operands, stats: torch.Tensor) -> torch.Tensor:
-    """Memory that parts of dq are added to, [B * Hq * PITCH, D], as row statistics lie."""
-    lines = stats.numel() // 2
-    return stats.new_empty(lines, operands.query.size(3))
 
 
 def _key_arguments(
@@ -334,7 +313,7 @@ def _key_arguments(
         *_sources(operands, ready), *_added(operands, ready, dq_sum), dk, dv, lines,
         _key_lists(call, ready),
         bind(call.score), bind(call.mask), sinks, pack_double(call.scale), ready.shape,
-        _strides(*operands.inputs, dk, dv),
+        packed_strides(*operands.inputs, dk, dv),
     )  # fmt: skip
 
 
