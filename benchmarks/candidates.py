@@ -307,11 +307,25 @@ CANDIDATES = (
         "4 requests of 128 bytes a warp's load or store in place of 16 of 32; 4 barriers a step",
     ),
     Candidate(
-        "a bias in lines a step ahead, backward",
-        GluonBackward(replace(_KEYS_NARROW, lines=True, prefetch=True)),
+        "a bias in pieces, streamed, backward",
+        GluonBackward(replace(_KEYS_NARROW, streamed=True)),
         (_BIAS,),
         0,
-        "as above, and the latency of memory behind half a step: nothing without lines",
+        "1.1 GB of bias and gradient do not drive 33 MB of dq's sums out of the cache",
+    ),
+    Candidate(
+        "a bias in lines, streamed, backward",
+        GluonBackward(replace(_KEYS_NARROW, lines=True, streamed=True)),
+        (_BIAS,),
+        0,
+        "both",
+    ),
+    Candidate(
+        "a bias in lines, streamed, a step ahead, backward",
+        GluonBackward(replace(_KEYS_NARROW, lines=True, streamed=True, prefetch=True)),
+        (_BIAS,),
+        0,
+        "both, and the latency of memory behind half a step: nothing by itself",
     ),
     Candidate(
         "a bias in pieces, backward, D=128",
@@ -361,6 +375,13 @@ CANDIDATES = (
         (_BIAS,),
         0,
         "both",
+    ),
+    Candidate(
+        "a bias in lines, streamed, a step ahead, forward",
+        GluonForward(replace(_TWO_NARROW, pieces=True, lines=True, streamed=True, prefetch=True)),
+        (_BIAS,),
+        0,
+        "all three",
     ),
     Candidate(
         "a bias in lines a step ahead, forward, D=128",

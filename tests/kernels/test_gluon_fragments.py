@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from attnloom.backends.gluon import fragments  # noqa: E402
+from attnloom.backends.gluon import emit, fragments  # noqa: E402
 from attnloom.backends.triton.arguments import bind  # noqa: E402
 from attnloom.backends.triton.config import KernelConfig  # noqa: E402
 from attnloom.backends.triton.emit import Target  # noqa: E402
@@ -167,3 +167,15 @@ def test_what_comes_in_pieces(score_mod: Any, layouts: tuple[str, ...], pieces: 
     fragment = fragments.score_fragment(bound.program, Target(True, layouts=layouts))
     made = str(front_end(fragment, bound, 0, True))
     assert len(re.findall(r"tt\.call @\S*\bpieces\.spread", made)) == pieces
+
+
+def test_only_what_no_other_head_reads_is_streamed() -> None:
+    target = Target(True, layouts=("--v--v-ivmi1m",), streamed=True)
+    for score_mod, streamed in (
+        (lambda s, b, h, q, kv: s + BIAS[b, h, q, kv], True),
+        (lambda s, b, h, q, kv: s + BIAS[0, h, q, kv], False),
+        (lambda s, b, h, q, kv: s + BIAS[b, 0, q, kv], False),
+    ):
+        text = emit.emit_score(bound_score(score_mod).program, target)
+        assert "score_piece" in text
+        assert ("evict_first" in text) == streamed

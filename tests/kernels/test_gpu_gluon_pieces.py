@@ -36,7 +36,8 @@ def in_pieces(way: str) -> Iterator[None]:
     from attnloom.backends.gluon import launch_forward, ready_backward
 
     in_order, form_of = launch_forward._in_order, ready_backward.form_of
-    found = {"pieces": True, "lines": "lines" in way, "prefetch": "ahead" in way}
+    found = {"pieces": True, "lines": "lines" in way}
+    found |= {"streamed": "streamed" in way, "prefetch": "ahead" in way}
 
     def forward_forms(call, fixed):
         return tuple(replace(form, **found) for form in in_order(call, fixed))
@@ -50,7 +51,7 @@ def in_pieces(way: str) -> Iterator[None]:
         yield
 
 
-WAYS = ["pieces", "pieces ahead", "lines", "lines ahead"]
+WAYS = ["pieces", "pieces ahead", "lines", "lines streamed ahead"]
 # whole tiles; rows of whole pieces that end inside a tile; rows that start anywhere
 LENGTHS = [(512, 512), (300, 400), (150, 290)]
 

@@ -23,9 +23,10 @@ PANELS = 3
 class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
-    16 bytes a thread (pieces.py); lines: as is said there; prefetch: a step ahead. rows: what a
-    mask looks up of queries is looked up by a warp of its own (backward_rows.py). No device has
-    shown `lines`, `late` or `rows` yet. The others: see backward_sm90.py and fields_backward.py.
+    16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead. rows:
+    what a mask looks up of queries is looked up by a warp of its own (backward_rows.py). No device
+    has shown `lines`, `streamed`, `late` or `rows` yet. The others: see backward_sm90.py and
+    fields_backward.py.
     """
 
     stages: int
@@ -38,6 +39,7 @@ class Form:
     narrow: bool = False
     pieces: bool = False
     lines: bool = False
+    streamed: bool = False
     prefetch: bool = False
     persistent: bool = False
     late: bool = False
@@ -45,7 +47,7 @@ class Form:
 
     def __post_init__(self) -> None:
         assert not (self.late and self.early)
-        assert self.pieces or not (self.lines or self.prefetch)
+        assert self.pieces or not (self.lines or self.streamed or self.prefetch)
 
 
 WIDE_FORM: Form | None = None

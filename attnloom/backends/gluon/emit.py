@@ -139,6 +139,9 @@ class LevelWriter(Writer):
         if along is not None and letters(self.target.layouts, slot, along)[0] != "i":
             size = f"dm.{whole}(args, {base + 1 + 3 * along})"
             mask = f", mask=kv < {size} // {unit} * {unit}, other=0"
+        once = Axes.B | Axes.H  # no other head reads the elements again
+        if self.target.streamed and self.program.axes[i] & once == once:
+            mask += ', eviction_policy="evict_first"'
         lines.append(f"return tl.load({pointer} + kv{mask})")
         return self._define(f"piece{i}", "args, head, b, h, q, kv", lines)
 

@@ -164,6 +164,8 @@ class GradWriter(LevelWriter, Contributions):
             if name in ("q", "kv") and letters(self.target.layouts, item.slot, d)[0] != "i"
         ]
         mask = f", mask={' & '.join(inside)}" if inside else ""
+        if self.target.streamed:
+            mask += ', eviction_policy="evict_first"'
         sink = f"sinks[{number}]"
         lines = [
             f"found = pc.gathered(value, QX, {sink}.dtype.element_ty, {self.target.lines})",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
@@ -66,11 +66,21 @@ def mask_target(call: AttentionCall, narrow: bool) -> Target:
     return target.reading(elements_only(mask_layouts(call))) if narrow else target
 
 
-def score_target(call: AttentionCall, pieces: bool, lines: bool, rows: int) -> Target:
-    """What the score's fragments may use. pieces: how captured tensors lie, for tiles of so many
-    rows of queries; lines: see pieces.py."""
-    target = replace(target_of(call), lines=lines)
-    return target.reading(score_layouts(call, rows)) if pieces else target
+class HasPieces(Protocol):
+    """What the forms of both phases say of captured elements of single scores, see pieces.py."""
+
+    @property
+    def pieces(self) -> bool: ...
+    @property
+    def lines(self) -> bool: ...
+    @property
+    def streamed(self) -> bool: ...
+
+
+def score_target(call: AttentionCall, form: HasPieces, rows: int) -> Target:
+    """What the score's fragments may use, for tiles of so many rows of queries."""
+    target = replace(target_of(call), lines=form.lines, streamed=form.streamed)
+    return target.reading(score_layouts(call, rows)) if form.pieces else target
 
 
 def shared_fields(

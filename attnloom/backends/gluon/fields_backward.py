@@ -157,7 +157,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     may_mask = call.mask is not None or has_tail
     exact = call.options.exact_math
     widths = width_of(query.size(3)), width_of(value.size(3))
-    target = score_target(call, form.pieces, form.lines, STEP)
+    target = score_target(call, form, STEP)
     shared = shared_fields(
         call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target
     )

@@ -103,7 +103,7 @@ def config_of(
     columns = looked_up(call.mask, mask_target(call, narrow=True))
     load = form.column_registers if columns else (form.registers, form.load_registers)
     widths = form.columns(query.size(3)), form.columns(value.size(3))
-    target = score_target(call, form.pieces, form.lines, form.tile_m)
+    target = score_target(call, form, form.tile_m)
     shared = shared_fields(call, score, widths, stages=form.stages, narrow=True, target=target)
     return ForwardSm90Config(
         **shared,

@@ -9,6 +9,9 @@ time. Here a thread takes whole pieces, and they change threads on the way to wh
     LINES       neighbours take as many keys as a tile has, 128 bytes or more; pieces go through a
                 tile of shared memory, and the four warps wait for each other
 
+`streamed`: what no other head reads again is the first to leave the caches, before keys, values and
+sums of dq, which are read again.
+
 Generated fragments call these (emit.py, emit_grad.py). Scores are [64, N], [queries, keys] with
 QX = 1 and [keys, queries] with QX = 0, rows 16 w ... 16 w + 15 in warp w.
 """

@@ -153,7 +153,7 @@ class Target:
     exact: no approximation beyond a few units in the last place.
     near: positions, and b and h, lie within +-NEAR.
     layouts: of captured tensors, see layouts.py; () where nothing is known.
-    lines: how Gluon kernels move elements of single scores, see gluon/pieces.py.
+    lines, streamed: how Gluon kernels move elements of single scores, see gluon/pieces.py.
     """
 
     tanh_ptx: bool = False
@@ -162,6 +162,7 @@ class Target:
     near: bool = False
     layouts: tuple[str, ...] = ()
     lines: bool = False
+    streamed: bool = False
 
     def reading(self, layouts: tuple[str, ...]) -> Target:
         """The same for tensors of these layouts."""
