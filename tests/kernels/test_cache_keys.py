@@ -70,13 +70,11 @@ def test_no_key_of_a_gluon_kernel_holds_an_address() -> None:
 def nothing_read() -> Iterator[None]:
     """What a test changed is not remembered."""
     yield
-    kernel_keys._reached.cache_clear()
     kernel_keys._read.cache_clear()
 
 
 def key(function: Any) -> str:
     """As in a new process."""
-    kernel_keys._reached.cache_clear()
     kernel_keys._read.cache_clear()
     return kernel_keys._key(function)
 
@@ -124,6 +122,43 @@ def test_a_changed_module_changes_the_key_of_a_hopper_kernel(
     changed = f"attnloom.backends.gluon.{name}"
     monkeypatch.setattr(kernel_keys, "_text", lambda m: text(m) + "# x" * (m.__name__ == changed))
     assert key(hopper_kernel()) != before
+
+
+def test_modules_of_aggregates_and_builtins_are_reached() -> None:
+    """They are no jit functions, and a kernel may have no other name of their module."""
+    reached: set[str] = set()
+    waiting = [hopper_kernel().__module__]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached and name != "triton.experimental":
+            reached.add(name)
+            waiting += kernel_keys._read(name)[1]
+    short = {name.rpartition(".")[2] for name in reached}
+    assert {"builtins", "forward_shared", "rings", "unpack", "forward_load"} <= short
+
+
+def test_an_aggregate_alone_leads_to_its_module() -> None:
+    from triton.language import core
+
+    if not hasattr(core, "_aggregate"):
+        pytest.skip("this version of Triton has no aggregates of this name")
+    aggregate = load_module(
+        HEAD + "@core._aggregate\nclass Pair:\n    a: tl.tensor\n    b: tl.tensor\n"
+    )
+    found = function(f"from {aggregate.__name__} import Pair\n" + FUNCTION.format("1"))
+    assert aggregate.__name__ in kernel_keys._read(found.fn.__module__)[1]
+
+
+def test_a_file_that_was_changed_since_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is not that of the function in memory."""
+    assert key(forward_kernel())
+    monkeypatch.setattr(kernel_keys, "_BEGAN_NS", 0)
+    with pytest.raises(kernel_keys._UnknownSourceError):
+        key(forward_kernel())
+    kernel = forward_kernel()
+    monkeypatch.setattr(kernel, "hash", None)
+    kernel_keys.give_key(kernel)
+    assert kernel.hash is None
 
 
 def test_another_gluon_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

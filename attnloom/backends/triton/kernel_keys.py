@@ -5,10 +5,13 @@ node by node: half of the time that a first call in a new process took. And it l
 functions that run while a kernel is compiled: after a change, kernels of the old ones were found.
 
 Here the key of a jit function of ours is a digest of whole modules: its own, those whose jit
-functions and builtins it has names for, and so on; values of constants count beside their names.
-No address and no place of an installation is in it, so that caches can be shared. Triton's digest
-of itself, a part of every key, has its `language`, but not Gluon's, which is added here. Functions
-with closures, and those that reach jit functions of others, are left to Triton.
+functions, aggregates and builtins it has names for, and so on; values of constants count beside
+their names. No address and no place of an installation is in it, so that caches can be shared.
+Triton's digest of itself, a part of every key, has its `language`, but not Gluon's, which is added.
+
+Left to Triton: functions with closures, those that reach jit functions of others, and modules whose
+file was changed since this process began: memory may hold the old text, which a kernel must not be
+kept under the new one for.
 """
 
 from __future__ import annotations
@@ -18,16 +21,23 @@ import functools
 import hashlib
 import importlib.abc
 import sys
+import time
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 from attnloom.backends.triton.installation import gluon_digest
 
 _OURS = ("attnloom.", "attnloom_fragment_")
 _GLUON = "triton.experimental"
 _CONSTANTS = (bool, int, float, str)
+# Before any module of kernels, all of which import this one, was read. File systems are a little
+# late with what they note.
+_BEGAN_NS = time.time_ns() - 1_000_000_000
 
 
 class _UnknownSourceError(Exception):
@@ -55,7 +65,6 @@ def _key(function: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@functools.lru_cache(maxsize=4096)
 def _reached(first: str) -> str:
     """A digest of a module and all that its kernels reach."""
     texts: dict[str, str] = {}
@@ -65,26 +74,40 @@ def _reached(first: str) -> str:
         if name == _GLUON:
             texts[name] = gluon_digest()
         elif name not in texts:
-            texts[name], others = _read(name)
+            texts[name], others = _read(_unchanged(name))
             waiting += others
     parts = [f"{name} {text}\n" for name, text in sorted(texts.items())]
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
-@functools.lru_cache(maxsize=4096)
-def _read(name: str) -> tuple[str, tuple[str, ...]]:
-    """A digest of a module's text and constants, and the modules that it leads to."""
+def _unchanged(name: str) -> str:
+    """The name of a module of ours whose file is as it was when this process began."""
     module = sys.modules.get(name)
     if module is None or not name.startswith(_OURS):
         raise _UnknownSourceError
+    spec = module.__spec__
+    if isinstance(getattr(spec, "loader", None), SourceFileLoader):
+        try:
+            changed = Path(spec.origin).stat().st_ctime_ns  # type: ignore[union-attr, arg-type]
+        except OSError:
+            raise _UnknownSourceError from None
+        if changed > _BEGAN_NS:
+            raise _UnknownSourceError
+    return name
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(name: str) -> tuple[str, tuple[str, ...]]:
+    """A digest of a module's text and constants, and the modules that it leads to."""
+    module = sys.modules[name]
     values = {k: v for k, v in sorted(vars(module).items()) if not k.startswith("__")}
-    # a builtin is Python, and may call anything
-    runs_python = any(_is_builtin(v) and _module_of(v) == name for v in values.values())
+    # what runs while a kernel is compiled is Python, and may call anything
+    runs_python = any(_is_python(v) and _module_of(v) == name for v in values.values())
     parts, others = [_text(module)], set[str]()
     for variable, value in values.items():
         if isinstance(value, (tl.constexpr, *_CONSTANTS)):
             parts.append(f"{variable} = {value!r}\n")
-        elif runs_python or _is_jit(value) or _is_builtin(value) or isinstance(value, ModuleType):
+        elif runs_python or _is_jit(value) or _is_python(value) or isinstance(value, ModuleType):
             others.add(_leads_to(value))
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()
     return digest, tuple(sorted(others - {""}))
@@ -121,8 +144,13 @@ def _is_jit(value: object) -> bool:
     return hasattr(type(value), "cache_key")
 
 
-def _is_builtin(value: object) -> bool:
-    return getattr(value, "__triton_builtin__", False) is True
+def _is_python(value: object) -> bool:
+    """Builtins, aggregates, functions of constants."""
+    return (
+        getattr(value, "__triton_builtin__", False) is True
+        or getattr(value, "__triton_aggregate__", False) is True
+        or (_is_jit(value) and not isinstance(value, JITFunction))
+    )
 
 
 def _module_of(value: object) -> str:
