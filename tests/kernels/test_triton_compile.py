@@ -178,22 +178,40 @@ def test_the_last_program_sees_what_others_stored(target):
         assert last.count("ld.global") == last.count("ld.global.cg")
 
 
+def paged_call(head_dim: int, page_size: int) -> AttentionCall:
+    """One query over 4,096 keys in pages."""
+    call = make_call(head_dim, mask_mod=causal, q_len=4096, kv_len=4096)
+    lengths = torch.full((1,), 4096, dtype=torch.int32)
+    pages = torch.zeros(1, 4096 // page_size, dtype=torch.int32)
+    stored = torch.empty(4096 // page_size, 8, page_size, head_dim, dtype=BF16)
+    table = PageTable(lengths, None, pages, page_size, 4096)
+    query = torch.empty(1, 32, 1, head_dim, dtype=BF16)
+    return replace(call, query=query, key=stored, value=stored, table=table)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_pages_smaller_than_a_tile_are_looked_up_a_step_ahead(page_size):
     """Looked up in the step that copies them, they left room for half as many copies in flight
     (20,736 bytes), and each step waited for all of them."""
-    call = make_call(64, mask_mod=causal, q_len=4096, kv_len=4096)
-    lengths = torch.full((1,), 4096, dtype=torch.int32)
-    pages = torch.zeros(1, 4096 // page_size, dtype=torch.int32)
-    stored = torch.empty(4096 // page_size, 8, page_size, 64, dtype=BF16)
-    table = PageTable(lengths, None, pages, page_size, 4096)
-    query = torch.empty(1, 32, 1, 64, dtype=BF16)
-    call = replace(call, query=query, key=stored, value=stored, table=table)
-    made = compiled("sm_90", call)["paged_kernel"]
-    assert made.shared >= 4 * stored.element_size() * 64 * 64  # two stages of keys and values
+    made = compiled("sm_90", paged_call(64, page_size))["paged_kernel"]
+    assert made.shared >= 2 * 4 * 64 * 64  # two stages of keys and values
     assert made.spills == 0
     assert re.search(r"cp\.async\.wait_group\s+3;", made.text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_tiles_in_parts_are_read_by_tma(page_size, head_dim):
+    """A copy of 128 bytes a row for each page, in front of the loop and in it; as many copies in
+    flight as over one tensor."""
+    with mock.patch.object(launch_paged, "IN_PARTS", True):
+        made = compiled("sm_90", paged_call(head_dim, page_size))["paged_kernel"]
+    assert made.text.count("cp.async.bulk.tensor") >= 2 * 2 * 64 // page_size
+    assert "cp.async.cg" not in made.text
+    assert made.shared >= 2 * 4 * 64 * head_dim
+    assert made.spills <= 16
 
 
 def test_exact_math_calls_the_device_library():
