@@ -102,10 +102,7 @@ class PageBook:
 
     def has_room(self, sequence: int, count: int) -> bool:
         """Whether `count` more tokens of a sequence go into pages that it has for itself."""
-        entry, owners = self._entry(sequence), self.allocator.owners
-        if entry.length + count > len(entry.pages) * self.page_size:
-            return False
-        return all(owners(entry.pages[place]) == 1 for place in self._written(entry, count))
+        return self._has_room(self._entry(sequence), count)
 
     def extend(
         self, sequences: Sequence[int], counts: Sequence[int], reserve_only: bool = False
@@ -124,6 +121,13 @@ class PageBook:
         for sequence, count in zip(sequences, counts, strict=True):
             if count < 0:
                 raise ShapeError(f"sequence {sequence} is extended by {count}; 0 tokens or more.")
+        if all(
+            map(self._has_room, entries, counts)
+        ):  # nearly always, where a token comes at a time
+            if not reserve_only:
+                for entry, count in zip(entries, counts, strict=True):
+                    entry.length += count
+            return []
         owners, needed = self.allocator.owners, 0
         unshared: list[tuple[_Entry, int]] = []
         claims: dict[int, int] = {}
@@ -298,6 +302,16 @@ class PageBook:
 
     def _num_pages(self, length: int) -> int:
         return -(-length // self.page_size)
+
+    def _has_room(self, entry: _Entry, count: int) -> bool:
+        """Whether `count` more tokens go into pages that the sequence has for itself."""
+        first, end = entry.length, entry.length + count
+        if end > len(entry.pages) * self.page_size:
+            return False
+        if count == 1:
+            return self.allocator.owners(entry.pages[first // self.page_size]) == 1
+        owners = self.allocator.owners
+        return all(owners(entry.pages[place]) == 1 for place in self._written(entry, count))
 
     def _written(self, entry: _Entry, count: int) -> range:
         """Places of the pages that exist and get some of the next `count` tokens."""

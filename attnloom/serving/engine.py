@@ -307,40 +307,35 @@ class Engine:
         return given
 
     def _take(self, chunk: Chunk, new: list[int]) -> Output:
-        sequence = chunk.sequence
-        served = self._served[sequence.request.name]
-        params, before = sequence.request.params, sequence.num_output
-        if not before:
+        sequence, request = chunk.sequence, chunk.sequence.request
+        served, params = self._served[request.name], request.params
+        tokens, num_prompt = sequence.tokens, len(request.prompt)
+        start, text = len(tokens), ""
+        if start == num_prompt:
             self.metrics.first_token_seconds.observe(time.monotonic() - served.arrived)
-        text = ""
         for token in new:
-            sequence.tokens.append(token)
+            tokens.append(token)
             if token in self._eos and not params.ignore_eos:
                 sequence.finish = Finish.STOP
             else:
                 text += served.stream.add(token)
                 if served.stream.stopped:
                     sequence.finish = Finish.STOP
-                elif sequence.num_output >= params.max_tokens:
+                elif len(tokens) - num_prompt >= params.max_tokens:
                     sequence.finish = Finish.LENGTH
             if sequence.finish is not None:
                 text += served.stream.close()
                 break
         if chunk.draft is not None:
-            computed = min(self.cache.length(_name(sequence)), len(sequence.tokens))
+            computed = min(self.cache.length(_name(sequence)), len(tokens))
             self.scheduler.computed(sequence, computed)
-        taken = tuple(sequence.tokens[len(sequence.tokens) - (sequence.num_output - before) :])
+        taken, num_output = tuple(tokens[start:]), len(tokens) - num_prompt
         self.metrics.output_tokens += len(taken)
-        if sequence.finish is not None:
+        finish = sequence.finish
+        if finish is not None:
             self._end(served)
         return Output(
-            sequence.request.name,
-            taken,
-            text,
-            sequence.finish,
-            len(sequence.request.prompt),
-            sequence.num_output,
-            sequence.num_shared,
+            request.name, taken, text, finish, num_prompt, num_output, sequence.num_shared
         )
 
     def _end(self, served: _Served) -> None:

@@ -45,7 +45,7 @@ class Drawn:
             self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._host.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(tokens.device))
 
     def read(self) -> list[int]:
         """Wait until they are there. What was started since goes on meanwhile."""

@@ -137,13 +137,11 @@ class Scheduler:
             decodes = chunk.count == 1 and chunk.ends and chunk.draft is None
             if sequence.cached is None or not decodes or left < 2:
                 return None
-        try:
-            for chunk in chunks:
-                name = chunk.sequence.cached
-                assert name is not None
-                self.cache.reserve(name, self.cache.length(name) + 1)
-        except OutOfPagesError:
-            return None  # what was reserved stays so
+        for chunk in chunks:
+            name = chunk.sequence.cached
+            assert name is not None
+            if not self._has_pages(name, self.cache.length(name) + 1):
+                return None  # what was reserved stays so
         return [Chunk(chunk.sequence, 1, None) for chunk in chunks]
 
     def _left(self, chunks: dict[Sequence, Chunk]) -> int:
@@ -178,8 +176,15 @@ class Scheduler:
     def _reserve(self, chunk: Chunk) -> bool:
         name = chunk.sequence.cached
         assert name is not None
+        return self._has_pages(name, chunk.sequence.num_computed + chunk.num_tokens)
+
+    def _has_pages(self, name: int, length: int) -> bool:
+        """Reserve the pages of so many tokens of a sequence; False if there are too few."""
+        book = self.cache.book
+        if book.has_room(name, max(0, length - book.length(name))):  # asked by all in every step
+            return True
         try:
-            self.cache.reserve(name, chunk.sequence.num_computed + chunk.num_tokens)
+            self.cache.reserve(name, length)
         except OutOfPagesError:
             return False
         return True

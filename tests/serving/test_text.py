@@ -126,7 +126,7 @@ def test_rows_follow_their_own_wishes() -> None:
     wild = SamplingParams(temperature=100, top_k=2)
     greedy = SamplingParams(temperature=0)
     seen = {
-        tuple(sample(logits, [Draw(greedy, 0, 0), Draw(wild, seed, 0), Draw(greedy, 0, 0)]))
+        tuple(sample(logits, [Draw(p, seed, 0) for p in (greedy, wild, greedy)]).read())
         for seed in range(30)
     }
     assert {row[0] for row in seen} == {1} and {row[2] for row in seen} == {2}
