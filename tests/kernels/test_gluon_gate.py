@@ -120,6 +120,8 @@ def test_small_problems_are_left_to_the_portable_kernels():
 
 
 BIAS = torch.zeros(512, 512)
+PADDED = torch.zeros(512, 520)[:, :512]
+UNEVEN = torch.zeros(512, 511)
 BY_DISTANCE = torch.zeros(16, 1024)
 SLOPES = torch.zeros(16)
 IDS = torch.zeros(512, dtype=torch.int32)
@@ -127,25 +129,40 @@ ROWS = torch.zeros(512, 4)
 
 
 @pytest.mark.parametrize(
-    ("score_mod", "is_slower"),
+    ("score_mod", "is_slower", "in_pieces"),
     [
-        (lambda s, b, h, q, kv: s + BIAS[q, kv], True),
-        (lambda s, b, h, q, kv: s + BY_DISTANCE[h, q - kv + 511], True),
-        (lambda s, b, h, q, kv: s + (ROWS[q] * ROWS[kv]).sum(), True),
-        (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q), False),
-        (lambda s, b, h, q, kv: s * ROWS[q, 0] + ROWS[kv, 1], False),
-        (lambda s, b, h, q, kv: 30 * torch.tanh(s / 30), False),
-        (lambda s, b, h, q, kv: torch.where(IDS[q] == IDS[kv], s, -1e4), False),
+        (lambda s, b, h, q, kv: s + BIAS[q, kv], True, False),
+        (lambda s, b, h, q, kv: s + PADDED[q, kv], True, False),
+        (lambda s, b, h, q, kv: s + UNEVEN[q, kv], True, True),
+        (lambda s, b, h, q, kv: s + BIAS[kv, q], True, True),
+        (lambda s, b, h, q, kv: s + BIAS[q, kv] + BIAS[q, kv // 2], True, True),
+        (lambda s, b, h, q, kv: s + BY_DISTANCE[h, q - kv + 511], True, True),
+        (lambda s, b, h, q, kv: s + (ROWS[q] * ROWS[kv]).sum(), True, True),
+        (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q), False, False),
+        (lambda s, b, h, q, kv: s * ROWS[q, 0] + ROWS[kv, 1], False, False),
+        (lambda s, b, h, q, kv: 30 * torch.tanh(s / 30), False, False),
+        (lambda s, b, h, q, kv: torch.where(IDS[q] == IDS[kv], s, -1e4), False, False),
     ],
 )
-def test_mods_that_look_up_each_score_are_left_to_the_portable_kernels(score_mod, is_slower: bool):
-    """A [B, H, Q, KV] bias took 1.31 times their time."""
+def test_mods_that_look_up_each_score_are_left_to_the_portable_kernels(
+    monkeypatch, score_mod, is_slower: bool, in_pieces: bool
+):
+    """A [B, H, Q, KV] bias took 1.31 times their time lane by lane. in_pieces: whether they still
+    are where forms read pieces."""
     from attnloom.ir.node import DType
     from attnloom.trace.tracer import trace_score
 
     score = trace_score(score_mod, DType.F32, torch.device("cpu"))
-    why = launch_forward._slower_mods(replace(call_of(), score=score))
-    assert (why is not None) == is_slower
+    call = replace(call_of(), score=score)
+    in_order = launch_forward._in_order
+    with device_is("sm_90"):
+        for pieces, expected in ((False, is_slower), (True, in_pieces)):
+            monkeypatch.setattr(
+                launch_forward,
+                "_in_order",
+                lambda *args, on=pieces: tuple(replace(f, pieces=on) for f in in_order(*args)),
+            )
+            assert (launch_forward._slower_mods(call, True) is not None) == expected
 
 
 def test_masks_that_look_up_each_score_are_left_to_the_portable_kernels(monkeypatch):

@@ -236,5 +236,16 @@ def values_by(program: Program, by: Axes) -> list[int]:
     return writer.column if by == Axes.KV else writer.row
 
 
+def looks_up_lane_by_lane(program: Program, target: Target) -> bool:
+    """Whether loads, or sums over captured rows, depend on query and key together and do not come
+    in pieces."""
+    writer = LevelWriter(program, "", target)
+    writer.pieces()
+    return any(
+        node.op in ("load", "reduce") and writer.levels[i] == _SCORE and i not in writer.in_pieces
+        for i, node in enumerate(program.nodes)
+    )
+
+
 def gluon_module(*parts: str) -> str:
     return module_text(_IMPORTS, *parts)

@@ -16,6 +16,8 @@ from attnloom.backends.gluon import configs_forward, gate, merged_lists
 from attnloom.backends.gluon.configs_forward import ROWS, Form, covered
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.descriptors import Blank
+from attnloom.backends.gluon.emit import looks_up_lane_by_lane
+from attnloom.backends.gluon.fields import mask_target, score_target
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
 from attnloom.backends.registry import AttentionCall, ForwardResult
@@ -31,7 +33,6 @@ from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
-from attnloom.ir.node import Axes, Program
 
 _NO_LISTS = (0.0,) * 8
 _INT32 = 2**31 - 1
@@ -73,7 +74,7 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
         return tensors.result()
     why = _refusal(call)
     if why is None and call.options.backend == "auto":
-        why = _slower_mods(call)
+        why = _slower_mods(call, fixed)
     if why is None:
         tensors = Tensors.of(call, want_max_scores)
         ready = _choose(call, tensors, fixed)
@@ -177,21 +178,15 @@ def _slower(call: AttentionCall) -> str | None:
     return None
 
 
-def _slower_mods(call: AttentionCall) -> str | None:
+def _slower_mods(call: AttentionCall, fixed: bool) -> str | None:
     """The same of what does not change while the mods do not."""
-    for bound in (call.score, call.mask):
-        if bound is not None and _loads_each_score(bound.program):
+    form = _in_order(call, fixed)[0]
+    targets = score_target(call, form, form.tile_m), mask_target(call, narrow=True)
+    for bound, target in zip((call.score, call.mask), targets, strict=True):
+        # lane by lane a full bias took 0.396 ms, the portable kernels 0.302 (H200)
+        if bound is not None and looks_up_lane_by_lane(bound.program, target):
             return "a mod looks up a captured tensor for each score."
     return None
-
-
-def _loads_each_score(program: Program) -> bool:
-    """Whether loads, or sums over captured rows, depend on query and key together (a bias with an
-    element for each score: 0.396 ms against 0.302, H200)."""
-    return any(
-        node.op in ("load", "reduce") and axes & Axes.Q and axes & Axes.KV
-        for node, axes in zip(program.nodes, program.axes, strict=True)
-    )
 
 
 def _is_filled(head_dim: int, other_dim: int) -> bool:
