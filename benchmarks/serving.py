@@ -229,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "decode": together(args.sequences, args.prompt, args.decode_tokens, vocab),
     }
     rows: list[Row] = []
+    head = rows_module.header(OURS)
     for phase in args.phases:
         work = works[phase]
         found = measure(model, work, phase, contenders, args)
@@ -236,9 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = total if phase == "requests" else decoding
         num_tokens = sum(work.counts) - (0 if phase == "requests" else len(work.prompts))
         rows += make_rows(model, work, phase, found, seconds / num_tokens * 1e6)
-    head = rows_module.header(OURS)
-    if args.json:
-        rows_module.write(args.json, head, rows)
+        if args.json:  # a run that is stopped keeps what it had
+            rows_module.write(args.json, head, rows)
     print(table(rows))
     print(machine_line(head))
     return 0
