@@ -218,6 +218,7 @@ _WIDE_OUT_IN_Q = configs_forward.forms(128, 128, None)[1]
 
 _FINE = (configs_backward.STEP, configs_backward.KEYS)
 
+_SHORT = GpuCase("causal", 16, 16, 16, 2048, 2048, 128)
 _DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
 _LONG_DOCUMENTS = GpuCase("documents12", 4, 16, 16, 8192, 8192, 128)
 _FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
@@ -242,6 +243,20 @@ CANDIDATES = (
         (_DOCUMENTS, _LONG_DOCUMENTS),
         148,
         "16 loads a thread in each partial step, which nearly all are",
+    ),
+    Candidate(
+        "backward, results of a tile waited for under the next",
+        GluonBackward(replace(_KEYS_WIDE, deferred=True)),
+        (_SHORT, _DOCUMENTS),
+        64,
+        "a microsecond a tile, of 47 and 15",
+    ),
+    Candidate(
+        "documents backward, queries looked up by a warp, results waited for under the next",
+        GluonBackward(replace(_KEYS_WIDE, rows=True, deferred=True)),
+        (_DOCUMENTS, _LONG_DOCUMENTS),
+        152,
+        "both",
     ),
     Candidate(
         "documents backward, queries looked up by a warp, blocks of 64 x 128",

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from attnloom.backends.gluon import (
+    backward_dq,
     backward_jobs,
     backward_load,
     backward_math,
@@ -31,8 +32,8 @@ from tests.kernels.gluon_world import (
 )
 
 MODULES = (
-    backward_jobs, backward_load, backward_math, backward_rows, backward_shared, backward_sm90,
-    rings,
+    backward_dq, backward_jobs, backward_load, backward_math, backward_rows, backward_shared,
+    backward_sm90, rings,
 )  # fmt: skip
 TILE_M, HALF, LINES = 4, 4, 8
 HEADS, GROUP = 4, 2
@@ -129,7 +130,7 @@ class Backward:
                 )
             if cfg.DQ_APART:
                 roles["queries"] = functools.partial(
-                    self._own_queries, backward_sm90._own_queries, mem, mine
+                    self._own_queries, backward_dq.own_queries, mem, mine
                 )
             if cfg.NUM_ROWS:
                 roles["rows"] = functools.partial(
@@ -149,8 +150,10 @@ class Backward:
         """A consumer, whose products are compared with its steps'."""
         own = self.world.own
         own.log, own.which, own.stores = [], which, []
-        numbers = ((1.0, 1.0, 1.0), Int(0), Int(0), Int(0))
-        run(mem, None, mine, None, "dk", "dv", (), (), (), *numbers, which, self.cfg)
+        scales, sizes = (1.0, 1.0, 1.0), (Int(0), Int(0), Int(0))
+        run(mem, None, mine, None, ("dk", "dv"), ((), (), ()), scales, sizes, which, self.cfg)
+        if own.stores:
+            raise ProtocolError("the program ends before its results have left")
         queries = [("q", b, h, row, 0) for _, b, h, row, _ in self.steps]
         gradients = [("do", b, h, row, 0) for _, b, h, row, _ in self.steps]
         rows = [tile * 2 * HALF + which * HALF for tile, *_ in self.steps]
@@ -180,7 +183,7 @@ class Backward:
         start_scores, start_dq, give, keys_of, queries_of = (
             found[name]
             for name in (
-                "_start_scores", "_start_dq", "give_ds", "_keys_of_tile", "_queries_of_tile",
+                "_start_scores", "start_dq", "give_ds", "_keys_of_tile", "_queries_of_tile",
             )
         )  # fmt: skip
         tma = SimpleNamespace(store_wait=self._wait_for_stores)
@@ -195,10 +198,10 @@ class Backward:
             "_keys_of_tile": self._within(keys_of, 2),
             "_queries_of_tile": self._within(queries_of, 3),
             "_start_scores": self._counting(start_scores),
-            "_start_dq": self._counting(start_dq),
+            "start_dq": self._counting(start_dq),
             "give_ds": lambda mem, n, ds, which, cfg: give(mem, n, ("ds", n, which), which, cfg),
-            "_add_dq": self._add_dq,
-            "_dq_places": lambda *_: None,
+            "add_dq": self._add_dq,
+            "dq_places": lambda *_: None,
             "contexts": lambda _, __, b, h, *rest: (int(b), int(h)),
             "first_sums": lambda *_: (Nothing(),),
             "look_up": lambda context, corner, _: (context, tuple(map(int, corner))),

@@ -21,7 +21,7 @@ def form(**changed: Any) -> SimpleNamespace:
         TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_SCORE=False,
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
-        FOLD=False, LATE=False, PREFETCH=False, NUM_ROWS=0, ROW0="int32",
+        FOLD=False, LATE=False, PREFETCH=False, DEFERRED=False, NUM_ROWS=0, ROW0="int32",
         MASK_HEAD=lambda *_: None, MASK_ROW=lambda args, head, b, h, queries: (queries,),
     )  # fmt: skip
     vars(cfg).update(changed)
@@ -51,8 +51,12 @@ FORMS = {
     "wide, tiles drawn, one list": form(SAME_LISTS=True, **DRAWN),
     "narrow, tiles drawn": form(DQ_APART=True, **DRAWN),
     "narrow, tiles drawn, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **DRAWN),
+    "wide, tiles drawn, results late": form(DEFERRED=True, **DRAWN),
+    "narrow, tiles drawn, early, results late": form(
+        DQ_APART=True, EARLY=True, FOLD=True, DEFERRED=True, **FOUR, **DRAWN
+    ),
     "wide, rows": form(FOLD=True, NUM_ROWS=1),
-    "wide, tiles drawn, rows": form(FOLD=True, NUM_ROWS=1, **DRAWN),
+    "wide, tiles drawn, rows": form(FOLD=True, NUM_ROWS=1, DEFERRED=True, **DRAWN),
     "narrow, tiles drawn, early, rows": form(
         DQ_APART=True, EARLY=True, FOLD=True, NUM_ROWS=1, **FOUR, **DRAWN
     ),

@@ -10,6 +10,7 @@ reductions 5% (H200, D=128 and 64).
 
     DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
+    DEFERRED   dk and dv of a tile leave until the next one's first scores are there
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
     LATE       dP starts after this step's exponentials: it takes no registers until then (without
                EARLY)
@@ -31,6 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnloom.backends.gluon import builtins as bi
+from attnloom.backends.gluon.backward_dq import (
+    add_dq,
+    add_late_dq,
+    dq_places,
+    own_queries,
+    start_dq,
+)
 from attnloom.backends.gluon.backward_jobs import done_with_job, job_of, wait_for_job
 from attnloom.backends.gluon.backward_load import load_tiles
 from attnloom.backends.gluon.backward_math import (
@@ -93,109 +101,6 @@ def _start_dp(mem, n, own, L: gl.constexpr, cfg: gl.constexpr):
     if cfg.FOLD:
         init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
     return product(mem.v.index(own), mem.dout.index(slot), init, L, cfg)
-
-
-@gluon.jit
-def _start_dq(mem, n, kv, which, cfg: gl.constexpr):
-    """dscore . k of a step over both halves of the keys, which lie at kv and kv + 1: two products.
-    DQ_APART: all columns, otherwise the which-th half of them."""
-    if cfg.DQ_APART:
-        return _start_dq_columns(mem, n, kv, 0, cfg)
-    else:
-        # where columns begin is a constant; the branch is gone once `which` is one
-        if which == 0:
-            dq = _start_dq_columns(mem, n, kv, 0, cfg)
-        else:
-            dq = _start_dq_columns(mem, n, kv, 1, cfg)
-        return dq
-
-
-@gluon.jit
-def _start_dq_columns(mem, n, kv, HALF_OF_THEM: gl.constexpr, cfg: gl.constexpr):
-    WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    slot = n & 1
-    k0, k1 = mem.k.index(kv), mem.k.index(kv + 1)
-    if not cfg.DQ_APART:
-        k0 = k0.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
-        k1 = k1.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
-    ds0, ds1 = mem.ds.index(slot * 2), mem.ds.index(slot * 2 + 1)
-    acc = gl.zeros([cfg.TILE_M, WIDTH], gl.float32, L)
-    dq = warpgroup_mma(ds0.permute((1, 0)), k0, acc, use_acc=False, is_async=True)
-    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
-
-
-@gluon.jit
-def _dq_places(dq_ptr, which, cfg: gl.constexpr):
-    """Where the accumulators of dq go, but for the line: every four registers of a lane, 2 x 2
-    elements, share one address of 16 bytes. Layout: backward_around.py."""
-    WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    r = gl.arange(0, cfg.TILE_M, gl.SliceLayout(1, L))[:, None]
-    c = gl.arange(0, WIDTH, gl.SliceLayout(0, L))[None, :] + which * WIDTH
-    lane = (r % 8) * 4 + (c % 8) // 2
-    return (((c // 8) * 4 + r // 16) * 128 + lane * 4).to(gl.int64) * 4
-
-
-@gluon.jit
-def _add_dq(dq_ptr, places, line, dq, cfg: gl.constexpr):
-    """Add a step's dq to memory, 16 bytes a lane."""
-    start = (dq_ptr + line.to(gl.int64) * cfg.D).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$8], {$4, $5, $6, $7};"
-        "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
-        "=r,=r,=r,=r,f,f,f,f,l,l,l,l",
-        [dq, start + places],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=4,
-    )
-
-
-@gluon.jit
-def _add_late_dq(mem, n, live, line, dq_ptr, places, kv, which, cfg: gl.constexpr):
-    """dq of step n, if there is one (live), from start to end."""
-    mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1, pred=live)
-    dq = warpgroup_mma_wait(0, [_start_dq(mem, n, kv, which, cfg)])
-    mbarrier.arrive(mem.ds_empty.index(n & 1), pred=live)
-    if live:
-        _add_dq(dq_ptr, places, line, dq, cfg)
-
-
-@gluon.jit
-def _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg: gl.constexpr):
-    """dq of the steps of a program's num-th tile, the first of which is number n; the number after
-    the last."""
-    slot = keys_slot(num, cfg)
-    mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
-    for _ in range(0, total):
-        mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1)
-        line = get(mem.lines.index(n & (LINES - 1)))
-        dq = warpgroup_mma_wait(0, [_start_dq(mem, n, slot * 2, 0, cfg)])
-        mbarrier.arrive(mem.ds_empty.index(n & 1))
-        _add_dq(dq_ptr, places, line, dq, cfg)
-        n += 1
-    return n
-
-
-@gluon.jit
-def _own_queries(mem, plan, mine, dq_ptr, cfg: gl.constexpr):
-    """The partition of dq, if it has one."""
-    places = _dq_places(dq_ptr, 0, cfg)
-    if cfg.PERSISTENT:
-        n = 0
-        num = 0
-        wait_for_job(mem, 0)
-        tile, _, _, total = job_of(mem, 0)
-        while tile >= 0:
-            done_with_job(mem, num)
-            n = _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg)
-            num += 1
-            wait_for_job(mem, num)
-            tile, _, _, total = job_of(mem, num)
-    else:
-        total = all_steps(placed(plan, mine, cfg), cfg)
-        _queries_of_tile(mem, dq_ptr, places, total, 0, bi.scalar(0, gl.int32), cfg)
 
 
 @gluon.jit
@@ -301,14 +206,14 @@ def _step(
         mbarrier.arrive(mem.do_empty.index(slot))
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=line_before >= 0)
-        dq = _start_dq(mem, before, kv, which, cfg)
+        dq = start_dq(mem, before, kv, which, cfg)
         s_next = _start_scores(mem, n + 1, base, kv + which, L, cfg)
         dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
         mbarrier.arrive(mem.q_empty.index(slot))
         dq = warpgroup_mma_wait(1, [dq])
         mbarrier.arrive(mem.ds_empty.index(before & 1), pred=line_before >= 0)
         if line_before >= 0:
-            _add_dq(dq_ptr, places, line_before, dq, cfg)
+            add_dq(dq_ptr, places, line_before, dq, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
     return s_next, dk, dv, line, sums, following
 
@@ -324,11 +229,11 @@ def _leave(desc, tile, acc, b, h, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def _keys_of_tile(
-    mem, at, total, num, n, dq_ptr, places, dk_desc, dv_desc, score_args, mask_args, sinks, scales,
-    kv_len, q_offset, kv_offset, which, cfg: gl.constexpr,
-):  # fmt: skip
+    mem, at, total, num, n, dq_ptr, places, descs, mods, scales, sizes, which, cfg: gl.constexpr
+):
     """dk and dv of the program's num-th tile of `total` steps, the first of which is number n; the
-    number after the last."""
+    number after the last. descs: of dk and dv. mods = (arguments of score, of mask, sinks). sizes =
+    (KV_LEN, q_offset, kv_offset)."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
@@ -338,12 +243,19 @@ def _keys_of_tile(
     kv = slot * 2
     dk = gl.zeros([HALF, cfg.D], gl.float32, DK)
     dv = gl.zeros([HALF, cfg.DV], gl.float32, DV)
+    score_args, mask_args, sinks = mods
+    kv_len, q_offset, kv_offset = sizes
     factor, base, outgoing = scales
     numbers = (factor, base, kv_len, row, q_offset, kv_offset)
     end = n + total
     mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
     mbarrier.wait(mem.q_full.index(slot_of(n, cfg)), phase_of(n, cfg), pred=total > 0)
     s = warpgroup_mma_wait(0, [_start_scores(mem, n, base, kv + which, L, cfg)])
+    if cfg.DEFERRED:
+        # results of the tile before have left by now
+        if num > 0:
+            tma.store_wait(0)
+            done_with_job(mem, num - 1)
     line = -1
     if cfg.BY_HEAD:
         parts = at.units
@@ -372,28 +284,26 @@ def _keys_of_tile(
             cfg.GRAD_FLUSH(args, sinks, head, column, b, h, keys, sums)
     last = n - 1
     if not cfg.DQ_APART:
-        _add_late_dq(mem, last, total > 0, line, dq_ptr, places, kv, which, cfg)
+        add_late_dq(mem, last, total > 0, line, dq_ptr, places, kv, which, cfg)
     b, h = at.b_kv, at.h_kv
     if cfg.PERSISTENT:
         tile, b, h, _ = job_of(mem, num)
         row = tile * KEYS + which * HALF
-    _leave(dv_desc, mem.v.index(kv + which), dv, b, h, row, cfg.DV, cfg)
+    _leave(descs[1], mem.v.index(kv + which), dv, b, h, row, cfg.DV, cfg)
     # keys are read for dq of both halves
     mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
-    _leave(dk_desc, mem.k.index(kv + which), dk * outgoing, b, h, row, cfg.D, cfg)
-    tma.store_wait(0)
-    if cfg.PERSISTENT:
-        done_with_job(mem, num)
+    _leave(descs[0], mem.k.index(kv + which), dk * outgoing, b, h, row, cfg.D, cfg)
+    if not cfg.DEFERRED:
+        tma.store_wait(0)
+        if cfg.PERSISTENT:
+            done_with_job(mem, num)
     return n
 
 
 @gluon.jit
-def _own_keys(
-    mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len,
-    q_offset, kv_offset, which, cfg: gl.constexpr,
-):  # fmt: skip
-    """What a consumer does. mine: see `load_tiles`."""
-    places = _dq_places(dq_ptr, which, cfg)
+def _own_keys(mem, plan, mine, dq_ptr, descs, mods, scales, sizes, which, cfg: gl.constexpr):
+    """What a consumer does. mine: see `load_tiles`; the others: see `_keys_of_tile`."""
+    places = dq_places(which, cfg)
     if cfg.PERSISTENT:
         n = 0
         num = 0
@@ -402,31 +312,28 @@ def _own_keys(
         while tile >= 0:
             at = placed(plan, (tile, b_kv, h_kv), cfg)
             n = _keys_of_tile(
-                mem, at, total, num, n, dq_ptr, places, dk_desc, dv_desc, score_args, mask_args,
-                sinks, scales, kv_len, q_offset, kv_offset, which, cfg,
-            )  # fmt: skip
+                mem, at, total, num, n, dq_ptr, places, descs, mods, scales, sizes, which, cfg
+            )
             num += 1
             wait_for_job(mem, num)
             tile, b_kv, h_kv, total = job_of(mem, num)
+        if cfg.DEFERRED:
+            tma.store_wait(0)
     else:
         at = placed(plan, mine, cfg)
         _keys_of_tile(
-            mem, at, all_steps(at, cfg), 0, bi.scalar(0, gl.int32), dq_ptr, places, dk_desc,
-            dv_desc, score_args, mask_args, sinks, scales, kv_len, q_offset, kv_offset, which, cfg,
+            mem, at, all_steps(at, cfg), 0, bi.scalar(0, gl.int32), dq_ptr, places, descs, mods,
+            scales, sizes, which, cfg,
         )  # fmt: skip
 
 
 @gluon.jit
 def _consumer(
-    mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len,
-    q_offset, kv_offset, NUMBER: gl.constexpr, cfg: gl.constexpr,
-):  # fmt: skip
+    mem, plan, mine, dq_ptr, descs, mods, scales, sizes, NUMBER: gl.constexpr, cfg: gl.constexpr
+):
     """The partition of a consumer; why its number is a value: forward_sm90.py."""
     number = bi.scalar(NUMBER, gl.int32)
-    _own_keys(
-        mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args, sinks, scales, kv_len,
-        q_offset, kv_offset, number, cfg,
-    )  # fmt: skip
+    _own_keys(mem, plan, mine, dq_ptr, descs, mods, scales, sizes, number, cfg)
 
 
 @gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "scales", "shape"])
@@ -443,19 +350,17 @@ def backward_kernel(
     mine = (0, 0)
     if not cfg.PERSISTENT:
         mine = find_tile(plan, gl.program_id(0), cfg)
-    kv_len = whole32(shape, 12)
-    q_offset, kv_offset = whole32(shape, 21), whole32(shape, 24)
+    sizes = (whole32(shape, 12), whole32(shape, 21), whole32(shape, 24))
+    descs, mods = (dk_desc, dv_desc), (score_args, mask_args, sinks)
     if cfg.DQ_APART and cfg.NUM_ROWS > 0:
         bi.warp_specialize(
             [
-                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
-                             sinks, scales, kv_len, q_offset, kv_offset, 0, cfg)),
-                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
-                             sinks, scales, kv_len, q_offset, kv_offset, 1, cfg)),
-                (_own_queries, (mem, plan, mine, dq_ptr, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
+                (own_queries, (mem, plan, mine, dq_ptr, cfg)),
                 (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
                               cfg)),
-                (write_rows, (mem, plan, mine, mask_args, q_offset, cfg)),
+                (write_rows, (mem, plan, mine, mask_args, sizes[1], cfg)),
             ],
             [4, 4, 1, 1],
             [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
@@ -463,11 +368,9 @@ def backward_kernel(
     elif cfg.DQ_APART:
         bi.warp_specialize(
             [
-                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
-                             sinks, scales, kv_len, q_offset, kv_offset, 0, cfg)),
-                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
-                             sinks, scales, kv_len, q_offset, kv_offset, 1, cfg)),
-                (_own_queries, (mem, plan, mine, dq_ptr, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
+                (own_queries, (mem, plan, mine, dq_ptr, cfg)),
                 (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
                               cfg)),
             ],
@@ -477,13 +380,11 @@ def backward_kernel(
     elif cfg.NUM_ROWS > 0:
         bi.warp_specialize(
             [
-                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
-                             sinks, scales, kv_len, q_offset, kv_offset, 0, cfg)),
-                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
-                             sinks, scales, kv_len, q_offset, kv_offset, 1, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
                 (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
                               cfg)),
-                (write_rows, (mem, plan, mine, mask_args, q_offset, cfg)),
+                (write_rows, (mem, plan, mine, mask_args, sizes[1], cfg)),
             ],
             [4, 1, 1],
             [cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
@@ -491,10 +392,8 @@ def backward_kernel(
     else:
         bi.warp_specialize(
             [
-                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
-                             sinks, scales, kv_len, q_offset, kv_offset, 0, cfg)),
-                (_consumer, (mem, plan, mine, dq_ptr, dk_desc, dv_desc, score_args, mask_args,
-                             sinks, scales, kv_len, q_offset, kv_offset, 1, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
+                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
                 (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
                               cfg)),
             ],

@@ -25,8 +25,8 @@ class Form:
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
     16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead. rows:
     what a mask looks up of queries is looked up by a warp of its own (backward_rows.py). No device
-    has shown `lines`, `streamed`, `late` or `rows` yet. The others: see backward_sm90.py and
-    fields_backward.py.
+    has shown `lines`, `streamed`, `late`, `rows` or `deferred` yet. The others: see
+    backward_sm90.py and fields_backward.py.
     """
 
     stages: int
@@ -44,9 +44,11 @@ class Form:
     persistent: bool = False
     late: bool = False
     rows: bool = False
+    deferred: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.late and self.early)
+        assert self.persistent or not self.deferred
         assert self.pieces or not (self.lines or self.streamed or self.prefetch)
 
 

@@ -53,6 +53,7 @@ class BackwardSm90Config(Sm90Config):
     EARLY: bool
     FOLD: bool
     LATE: bool
+    DEFERRED: bool
     PREFETCH: bool
     DQ_REGISTERS: int
     NUM_ROWS: int
@@ -188,6 +189,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         EARLY=form.early,
         FOLD=form.fold,
         LATE=form.late,
+        DEFERRED=form.deferred,
         PREFETCH=form.prefetch and has_score,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
