@@ -127,7 +127,8 @@ def ops_for(device_type: str, dtype: torch.dtype, kernels: bool | None) -> Ops:
     if device_type != wanted or dtype not in _TAKEN:
         raise OptionError(
             f"kernels is True, but the model is {dtype} on {device_type}; a decoder's kernels take "
-            f"{', '.join(map(str, _TAKEN))} on a CUDA device. None lets it choose."
+            f"{', '.join(map(str, _TAKEN))} on a CUDA device. None takes them where a device has "
+            "shown them right."
         )
     from attnloom.serving.kernels.launch import KernelOps
 

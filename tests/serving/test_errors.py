@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 from attnloom.errors import OptionError
 from attnloom.serving import (
@@ -22,6 +23,7 @@ from attnloom.serving import (
     SamplingParams,
 )
 from attnloom.serving.launch import ServeConfig, build_engine
+from attnloom.serving.ops import ops_for
 from attnloom.serving.service import Service, StepFailedError, StoppedError
 from tests.harness.pinned import Pinned, assert_says
 from tests.serving.models import GEMMA, LLAMA, tiny
@@ -141,6 +143,13 @@ ERRORS: dict[str, Pinned] = {
         OptionError,
         "cuda_graphs is True, but the model is on cpu; only a CUDA device has graphs. 'auto' "
         "captures steps there and runs them eagerly elsewhere.",
+    ),
+    "kernels on a CPU": (
+        lambda: ops_for("cpu", torch.float32, True),
+        OptionError,
+        "kernels is True, but the model is torch.float32 on cpu; a decoder's kernels take "
+        "torch.float32, torch.float16, torch.bfloat16 on a CUDA device. None takes them where a "
+        "device has shown them right.",
     ),
     "few pages": (
         lambda: engine(num_pages=3),
