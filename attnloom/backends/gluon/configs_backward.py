@@ -59,7 +59,8 @@ _NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208, pieces=
 _NARROW_FOLD = Form(4, dq_apart=True, early=True, fold=True, registers=208)
 _WIDE = Form(2, dq_apart=False, early=False, fold=False, registers=240)
 _WIDE_FOLD = Form(2, dq_apart=False, early=False, fold=True, registers=240)
-_WIDE_DRAWN = replace(_WIDE_FOLD, narrow=True, persistent=True)
+_WIDE_DRAWN = replace(_WIDE, narrow=True, persistent=True)
+_WIDE_FOLD_DRAWN = replace(_WIDE_FOLD, narrow=True, persistent=True)
 
 
 def width_of(head_dim: int) -> int:
@@ -67,15 +68,18 @@ def width_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def form_for(head_dim: int, value_dim: int, may_mask: bool, may_fold: bool) -> Form:
+def form_for(
+    head_dim: int, value_dim: int, may_mask: bool, may_fold: bool, learns: bool = False
+) -> Form:
     """The form of a problem.
 
     Args:
         may_mask: some tiles are masked.
         may_fold: scores are what the products give, times a positive scale.
+        learns: captured tensors get gradients.
     """
     if max(width_of(head_dim), width_of(value_dim)) == 64:
         return _NARROW_FOLD if may_fold and may_mask else _NARROW
-    if may_mask and may_fold:
-        return _WIDE_DRAWN
+    if may_mask and not learns:
+        return _WIDE_FOLD_DRAWN if may_fold else _WIDE_DRAWN
     return _WIDE_FOLD if may_fold else _WIDE

@@ -106,7 +106,8 @@ def slower(call: AttentionCall) -> str | None:
         )
     if adds_in_each_step(call):
         return "gradients of captured tensors are added to in every step."
-    return slower_keys(call) or (None if _form_of(call).persistent else coarse(call))
+    form = _form_of(call)
+    return slower_keys(call) or (None if form.persistent and form.fold else coarse(call))
 
 
 def slower_keys(call: AttentionCall) -> str | None:
@@ -120,8 +121,8 @@ def slower_keys(call: AttentionCall) -> str | None:
 
 
 def coarse(call: AttentionCall) -> str | None:
-    """The same of masks that the portable kernels leave out more of, for kernels whose programs
-    have one tile: to start one takes as long as several steps."""
+    """The same of masks that the portable kernels leave out more of. Programs that draw their tiles
+    were seen even with them, where they had no score_mod."""
     if refined(call) is not call:
         return "blocks of 64 leave out many scores of those of the mask."
     return None
@@ -177,6 +178,7 @@ def _form_of(call: AttentionCall) -> Form:
         call.value.size(3),
         may_mask=call.mask is not None or tail,
         may_fold=may_fold(call),
+        learns=call.score is not None and any(t.requires_grad for t in call.score.program.tensors),
     )
 
 
