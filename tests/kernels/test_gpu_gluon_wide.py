@@ -48,6 +48,7 @@ def check(case: Case, fold: bool = False) -> None:
     assert ran.called
 
 
+# Without captured gradients, which the portable kernels compute.
 MODS = [
     ("plain", FP16),
     ("causal", BF16),
@@ -57,7 +58,6 @@ MODS = [
     ("window_with_sinks", BF16),
     ("every_second_row", BF16),
     ("nothing", BF16),
-    ("singular_where_masked", BF16),
     ("dilated_by_head", BF16),
 ]
 
