@@ -46,6 +46,12 @@ class AttentionCall:
     row_state: torch.Tensor | None = None
 
     @property
+    def learns(self) -> bool:
+        """Whether captured tensors of the score_mod get gradients."""
+        score = self.score
+        return score is not None and any(t.requires_grad for t in score.program.tensors)
+
+    @property
     def kv_len(self) -> int:
         """Keys of a sequence at most: KV_LEN, or what its pages hold."""
         table = self.table

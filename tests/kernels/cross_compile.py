@@ -92,3 +92,17 @@ def assemble(ptx: str, arch: str) -> tuple[int, int, str]:
     spills = re.search(r"(\d+) bytes spill stores", done.stderr)
     assert registers is not None and spills is not None, done.stderr
     return int(registers[1]), int(spills[1]), done.stderr
+
+
+class CompilingLauncher:
+    """In place of launcher.Launcher: compiles instead of launching."""
+
+    target = "sm_90"
+    compiled: dict[str, Compiled] = {}
+
+    def __init__(self, kernel, config, grid, options) -> None:
+        self.kernel, self.config, self.options = kernel, config, options
+
+    def __call__(self, aligned, *args) -> None:
+        made = compile_for(self.target, self.kernel, (*args, self.config), self.options)
+        self.compiled[self.kernel.__name__] = made

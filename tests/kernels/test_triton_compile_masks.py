@@ -12,40 +12,26 @@ pytest.importorskip("triton")
 from attnloom.backends.triton import mask_lists
 from attnloom.masking.lists import TileGrid
 from attnloom.trace.tracer import trace_mask
-from tests.kernels.cross_compile import Compiled, compile_for
+from tests.kernels.cross_compile import Compiled, CompilingLauncher
 
 CPU = torch.device("cpu")
 IDS = torch.arange(9000) // 700
 REALS = torch.linspace(0, 1, 9000)
 
 
-class _Launcher:
-    """In place of launcher.Launcher: compiles instead of launching."""
-
-    target = "sm_90"
-    compiled: dict[str, Compiled] = {}
-
-    def __init__(self, kernel, config, grid, options) -> None:
-        self.kernel, self.config, self.options = kernel, config, options
-
-    def __call__(self, aligned, *args) -> None:
-        made = compile_for(self.target, self.kernel, (*args, self.config), self.options)
-        self.compiled[self.kernel.__name__] = made
-
-
 def compiled(target: str, mask_mod, grid: TileGrid) -> dict[str, Compiled]:
     """The kernels that build a mask on a device, by name."""
-    _Launcher.target, _Launcher.compiled = target, {}
+    CompilingLauncher.target, CompilingLauncher.compiled = target, {}
     bound = trace_mask(mask_mod, CPU)
     with (
-        mock.patch.object(mask_lists, "Launcher", _Launcher),
+        mock.patch.object(mask_lists, "Launcher", CompilingLauncher),
         mock.patch.dict(mask_lists._ready, clear=True),
         mock.patch.dict(mask_lists._writers, clear=True),
     ):
         ready = mask_lists._find(bound, grid, CPU)
         codes, counts = mask_lists._classify(ready, bound, grid, CPU)
         mask_lists._write(ready, grid, codes, counts.long(), 0, separate_full=True)
-    return _Launcher.compiled
+    return CompilingLauncher.compiled
 
 
 def documents(b, h, q, kv):

@@ -14,25 +14,11 @@ from attnloom.errors import OptionError
 from attnloom.serving import SamplingParams
 from attnloom.serving.kernels import launch
 from attnloom.serving.ops import TORCH, Heads, Norm, ops_for
-from tests.kernels.cross_compile import Compiled, compile_for
+from tests.kernels.cross_compile import CompilingLauncher
 from tests.serving.models import GEMMA, LLAMA, prompt, tiny
 from tests.serving.row_ops import DTYPES, check_appends, check_gates, check_norms, check_rotation
 
 SHAPES = {"8b": (4096, 14336, Heads(32, 8, 128)), "odd": (1000, 1408, Heads(9, 3, 96))}
-
-
-class _Launcher:
-    """In place of launcher.Launcher: compiles instead of launching."""
-
-    target = "sm_90"
-    compiled: dict[str, Compiled] = {}
-
-    def __init__(self, kernel, config, grid, options) -> None:
-        self.kernel, self.config, self.options = kernel, config, options
-
-    def __call__(self, aligned, *args) -> None:
-        made = compile_for(self.target, self.kernel, (*args, self.config), self.options)
-        self.compiled[self.kernel.__name__] = made
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
@@ -44,9 +30,9 @@ def test_kernels_compile(dtype: torch.dtype, target: str) -> None:
     row = torch.zeros(2, hidden, dtype=dtype)
     projected = torch.zeros(2, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
     turn = (torch.zeros(2, 1, heads.dim // 2, dtype=dtype),) * 2
-    _Launcher.target, _Launcher.compiled = target, {}
+    CompilingLauncher.target, CompilingLauncher.compiled = target, {}
     with (
-        mock.patch.object(launch, "Launcher", _Launcher),
+        mock.patch.object(launch, "Launcher", CompilingLauncher),
         mock.patch.dict(launch._ready, clear=True),
     ):
         ops.add_norm(row, row, Norm(row[0], 1e-5, False))
@@ -54,8 +40,8 @@ def test_kernels_compile(dtype: torch.dtype, target: str) -> None:
         _, key, value = ops.rotate(projected, turn, heads)
         stored = (torch.zeros(64, heads.dim, dtype=dtype),) * 2
         ops.append((key, value), stored, torch.zeros(2 * heads.num_kv, dtype=torch.int64))
-    assert len(_Launcher.compiled) == 4
-    for name, made in _Launcher.compiled.items():
+    assert len(CompilingLauncher.compiled) == 4
+    for name, made in CompilingLauncher.compiled.items():
         assert not made.spills or made.spills <= 8, name
         if target.startswith("sm"):
             loads = set(re.findall(r"ld\.global[.\w]*", made.text))

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.backward_jobs import done_with_job, job_of, wait_for_job
 from attnloom.backends.gluon.backward_shared import all_steps, placed, unit_of
-from attnloom.backends.gluon.rings import get, phase_of, slot_of
+from attnloom.backends.gluon.rings import get, looked_up, phase_of, slot_of
 
 
 @gluon.jit
@@ -68,17 +68,8 @@ def read_rows(mem, n, cfg: gl.constexpr):
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     slot = slot_of(n, cfg)
     mbarrier.wait(mem.row_full.index(slot), phase_of(n, cfg))
-    first = _read(mem.row0.index(slot), L, cfg.ROW0)
+    first = looked_up(mem.row0.index(slot), L, cfg.ROW0)
     if cfg.NUM_ROWS > 1:
-        return first, _read(mem.row1.index(slot), L, cfg.ROW1)
+        return first, looked_up(mem.row1.index(slot), L, cfg.ROW1)
     else:
         return (first,)
-
-
-@gluon.jit
-def _read(src, L: gl.constexpr, TYPE: gl.constexpr):
-    found = src.load(gl.SliceLayout(0, L))
-    if gl.int8 == TYPE:
-        return found != 0
-    else:
-        return found

@@ -79,17 +79,13 @@ def takes(call: AttentionCall) -> bool:
     query, value = call.query, call.value
     if form_of(call) is None or not MAX_HEAD_DIM < query.size(3) <= PANELS * PANEL:
         return False
-    if value.size(3) > PANELS * PANEL or _learns(call):
+    if value.size(3) > PANELS * PANEL or call.learns:
         return False
     if ready_backward.refusal(call) is not None:
         return False
     if call.options.backend != "auto":
         return True
     return ready_backward.slower_keys(call) is None and ready_backward.coarse(call) is None
-
-
-def _learns(call: AttentionCall) -> bool:
-    return call.score is not None and any(t.requires_grad for t in call.score.program.tensors)
 
 
 def backward(operands: Operands) -> Gradients | None:

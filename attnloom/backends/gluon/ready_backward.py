@@ -178,7 +178,7 @@ def _form_of(call: AttentionCall) -> Form:
         call.value.size(3),
         may_mask=call.mask is not None or tail,
         may_fold=may_fold(call),
-        learns=call.score is not None and any(t.requires_grad for t in call.score.program.tensors),
+        learns=call.learns,
     )
 
 

@@ -186,7 +186,7 @@ def operands_of_aliases(
     """As `with_aliases`, of a backward: its operands, and the objects in the order of
     BackwardAgain's addresses. None for inputs that kernels are given copies of, results that are
     converted, and captured tensors with gradients."""
-    if call.score is not None and any(t.requires_grad for t in call.score.program.tensors):
+    if call.learns:
         return None
     query, key, value, out, lse, dout = (
         t.detach() for t in (call.query, call.key, call.value, out, lse, dout)

@@ -107,7 +107,7 @@ def first_launches(operands: Operands) -> list[Launch]:
     """What a backward launches first, of each kind of kernel; none for captured gradients, whose
     memory is not made twice. Only addresses are taken of results."""
     call, stats = operands.call, empty_statistics(operands)
-    if call.score is not None and any(t.requires_grad for t in call.score.program.tensors):
+    if call.learns:
         return []
     dq_sum = one_line(stats, operands.query.size(3)) if adds_queries(operands) else None
     found: list[Launch] = [statistics_first(operands, stats, dq_sum)]
