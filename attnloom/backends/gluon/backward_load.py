@@ -68,8 +68,9 @@ def _load_keys(k_desc, v_desc, mem, at, num, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _load_steps(q_desc, do_desc, stats, mem, at, n, cfg: gl.constexpr):
-    """All steps of a tile, the first of which is number n; the number after the last."""
+def load_all_steps(q_desc, do_desc, stats, mem, at, n, LOAD_STEP: gl.constexpr, cfg: gl.constexpr):
+    """All steps of a tile, the first of which is number n; the number after the last. LOAD_STEP:
+    the function that asks for one step's copies."""
     # keys past KV_LEN are zeros, whose exponents may be infinite
     overhangs = (at.start + KEYS > at.kv_len).to(gl.int32) if cfg.HAS_TAIL else 0
     for unit in range(0, at.units):
@@ -82,12 +83,12 @@ def _load_steps(q_desc, do_desc, stats, mem, at, n, cfg: gl.constexpr):
                 row = ((entry >> 1) * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)) * cfg.TILE_M
                 partial = (entry & 1) | overhangs
                 entry = gl.load(at.entries + gl.minimum((t + 1) // cfg.SUB, last - 1))
-                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
+                LOAD_STEP(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
                 n += 1
         else:
             for row in range(0, at.q_len, cfg.TILE_M):
                 partial = 1 if cfg.HAS_MASK else overhangs
-                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
+                LOAD_STEP(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
                 n += 1
     return n
 
@@ -107,7 +108,7 @@ def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
             at = placed(plan, found, cfg)
             give_job(mem, num, found[0], at.b_kv, at.h_kv, all_steps(at, cfg))
             _load_keys(k_desc, v_desc, mem, at, num, cfg)
-            n = _load_steps(q_desc, do_desc, stats, mem, at, n, cfg)
+            n = load_all_steps(q_desc, do_desc, stats, mem, at, n, _load_step, cfg)
             num += 1
             t = gl.atomic_add(counter, 1, sem="relaxed")
         give_job(mem, num, -1, 0, 0, 0)
@@ -117,4 +118,4 @@ def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
     else:
         at = placed(plan, mine, cfg)
         _load_keys(k_desc, v_desc, mem, at, 0, cfg)
-        _load_steps(q_desc, do_desc, stats, mem, at, bi.scalar(0, gl.int32), cfg)
+        load_all_steps(q_desc, do_desc, stats, mem, at, bi.scalar(0, gl.int32), _load_step, cfg)

@@ -6,13 +6,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from attnloom.backends.gluon import builtins as bi
-from attnloom.backends.gluon.backward_load import line_of
+from attnloom.backends.gluon.backward_load import line_of, load_all_steps
 from attnloom.backends.gluon.backward_shared import (
     HALF,
-    KEYS,
     LINES,
-    entries_of,
-    unit_of,
 )
 from attnloom.backends.gluon.rings import box, phase_of, put, slot_of
 
@@ -136,23 +133,4 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg: gl.c
 def load_steps(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexpr):
     """The partition of the producer."""
     _load_keys(k_desc, v_desc, mem, at, cfg)
-    # keys past KV_LEN are zeros, whose exponents may be infinite
-    overhangs = (at.start + KEYS > at.kv_len).to(gl.int32) if cfg.HAS_TAIL else 0
-    n = 0
-    for unit in range(0, at.units):
-        b, h = unit_of(at, unit)
-        if cfg.HAS_LISTS:
-            first, last = entries_of(at, b, h)
-            # loaded a step ahead: a load in place would delay the copies by its latency
-            entry = gl.load(at.entries + first, mask=first < last, other=0)
-            for t in range(first * cfg.SUB, last * cfg.SUB):
-                row = ((entry >> 1) * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)) * cfg.TILE_M
-                partial = (entry & 1) | overhangs
-                entry = gl.load(at.entries + gl.minimum((t + 1) // cfg.SUB, last - 1))
-                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
-                n += 1
-        else:
-            for row in range(0, at.q_len, cfg.TILE_M):
-                partial = 1 if cfg.HAS_MASK else overhangs
-                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
-                n += 1
+    load_all_steps(q_desc, do_desc, stats, mem, at, bi.scalar(0, gl.int32), _load_step, cfg)
