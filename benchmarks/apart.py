@@ -26,12 +26,15 @@ class Ended:
     text: str
 
 
-def run_apart(command: Sequence[str], limit: float) -> Ended:
-    """Run a command, for at most `limit` seconds whatever it does about its end."""
-    with tempfile.TemporaryFile() as out:
+def run_apart(command: Sequence[str], limit: float, given: str = "") -> Ended:
+    """Run a command, for at most `limit` seconds whatever it does about its end. given: its
+    standard input."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as source:
+        source.write(given.encode())
+        source.seek(0)
         # a session of its own: compilers and what else it started end with it
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            command, stdin=source, stdout=out, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         status = None

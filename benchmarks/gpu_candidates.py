@@ -1,11 +1,12 @@
 """Candidates (candidates.py) beside what `auto` runs, on a CUDA device: right first, then fast.
 
-python -m benchmarks.gpu_candidates --json FILE [--only TEXT ...] [--limit S] [--budget S]
+python -m benchmarks.gpu_candidates --json FILE [--only TEXT ...] [--jobs N] [--limit S]
 
 Every candidate and case has a process of its own with a time limit: one that hangs or faults is a
-row of the table, and the next one runs. Errors are those of accuracy.py, the largest of the
-results', in parts per million of the float64 oracle, which a candidate may miss by a tenth more
-than the kernels in use; launches of many tiles a program must repeat bit for bit.
+row of the table, and the next one runs. Those found right are timed afterwards, by one process that
+nothing runs beside. Errors are those of accuracy.py, the largest of the results', in parts per
+million of the float64 oracle, which a candidate may miss by a tenth more than the kernels in use;
+launches of many tiles a program must repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +33,9 @@ from benchmarks.gpu import alternate
 from benchmarks.gpu_cases import DEVICE, GpuCase
 from benchmarks.gpu_peers import Attention, attention_of
 
+if TYPE_CHECKING:
+    from benchmarks.candidates import Candidate
+
 LIMIT_S = 90.0
 # Of what is compared with the oracle: no multiple of a tile, and long enough for a causal mask to
 # keep its blocks of 128 in the backward, which smaller tiles would compute (triton/refined.py); a
@@ -40,6 +45,8 @@ _REPEATS = 5
 _WORSE, _NOISE_PPM = 1.1, 50.0
 _AGREEMENT = 3e-2  # of two bf16 results, over the largest element
 _RESULT = "candidate result: "
+_SELF = (sys.executable, "-m", "benchmarks.gpu_candidates")
+_TIMED_S = 8.0  # allowed for one to be timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +74,48 @@ def main(argv: list[str] | None = None) -> int:
     """Try candidates, print a table, write JSON; 0 if one of them was right."""
     args = _parser().parse_args(argv)
     if args.one:
-        print(_RESULT + json.dumps(asdict(try_one(*args.one))))
+        print(_RESULT + json.dumps(asdict(check_one(*args.one))))
         return 0
-    trials: list[Trial] = []
+    if args.timed:
+        for trial in json.load(sys.stdin):
+            print(_RESULT + json.dumps(asdict(time_one(Trial(**trial)))), flush=True)
+        return 0
     start = time.perf_counter()
-    for candidate, case, phase in _chosen(args.only):
+
+    def checked(chosen: tuple[str, str, str]) -> Trial:
+        trial = Trial(*chosen, "failed")
         left = args.budget - (time.perf_counter() - start)
         if left < args.limit / 3:
-            print(f"no time left for {candidate} and what follows", file=sys.stderr)
-            break
-        command = [sys.executable, "-m", "benchmarks.gpu_candidates", "--one", candidate, case]
-        trial = Trial(candidate, case, phase, "failed")
-        trials.append(run_child(command, trial, min(args.limit, left)))
-        print(f"[{time.perf_counter() - start:4.0f} s] {line_of(trials[-1])}", flush=True)
-        if args.json:
-            write(args.json, trials)
+            return replace(trial, detail="no time was left for it")
+        found = run_child([*_SELF, "--one", *chosen[:2]], trial, min(args.limit, left))
+        print(f"[{time.perf_counter() - start:4.0f} s] {line_of(found)}", flush=True)
+        return found
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        trials = list(pool.map(checked, _chosen(args.only)))
+    for place, trial in timed(trials, args.limit):
+        trials[place] = trial
+        print(f"[{time.perf_counter() - start:4.0f} s] {line_of(trial)}", flush=True)
+    if args.json:
+        write(args.json, trials)
     print("\n" + table_of(trials))
     return 0 if any(trial.verdict == "right" for trial in trials) else 1
+
+
+def timed(trials: Sequence[Trial], limit: float) -> Iterator[tuple[int, Trial]]:
+    """Those found right with their times, and their places. A process that ends early, or takes
+    `limit` seconds and a few for each, costs the one at which it ended; the next goes on."""
+    left = [place for place, trial in enumerate(trials) if trial.verdict == "right"]
+    while left:
+        asked = json.dumps([asdict(trials[place]) for place in left])
+        ended = run_apart([*_SELF, "--timed"], limit + _TIMED_S * len(left), asked)
+        done = _results(ended.text)
+        yield from zip(left, done, strict=False)
+        if len(done) < len(left):
+            said = (ended.text.strip().splitlines() or ["nothing said"])[-1][:200]
+            stopped = replace(trials[left[len(done)]], verdict="failed", detail=f"timed: {said}")
+            yield left[len(done)], stopped
+        left = left[len(done) + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,10 +123,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="*", default=[], help="parts of candidates' or cases' names"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="candidates checked at once")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of one process")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds of all of them")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--one", nargs=2, metavar=("CANDIDATE", "CASE"), help=argparse.SUPPRESS)
+    parser.add_argument("--timed", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -112,19 +146,27 @@ def run_child(command: Sequence[str], trial: Trial, limit: float) -> Trial:
     ended = run_apart(command, limit)
     if ended.status is None:
         return replace(trial, verdict="hung", detail=f"nothing after {limit:.0f} s")
+    for found in _results(ended.text):
+        return found
     said = ended.text.strip().splitlines()
-    for line in said:
-        if line.startswith(_RESULT):
-            return Trial(**json.loads(line[len(_RESULT) :]))
     return replace(trial, detail=(said or [f"exit status {ended.status}"])[-1][:200])
 
 
-def try_one(name: str, case_name: str) -> Trial:
-    """One candidate on one case, in this process."""
+def _results(text: str) -> list[Trial]:
+    lines = (line for line in text.splitlines() if line.startswith(_RESULT))
+    return [Trial(**json.loads(line[len(_RESULT) :])) for line in lines]
+
+
+def _found(name: str, case_name: str) -> tuple[Candidate, GpuCase]:
     from benchmarks.candidates import CANDIDATES
 
     candidate = next(c for c in CANDIDATES if c.name == name)
-    case = next(c for c in candidate.cases if c.name == case_name)
+    return candidate, next(c for c in candidate.cases if c.name == case_name)
+
+
+def check_one(name: str, case_name: str) -> Trial:
+    """Whether one candidate is right on one case, in this process."""
+    candidate, case = _found(name, case_name)
     trial = Trial(name, case_name, candidate.phase, "wrong")
     backward = candidate.phase == "backward"
     heads, kv_heads = case.heads // 4, case.kv_heads // 4
@@ -139,13 +181,21 @@ def try_one(name: str, case_name: str) -> Trial:
     many = replace(case, batch=16, q_len=q_len, kv_len=SMALL_LEN)
     if not _repeats(_Runs(candidate.change, many, backward)):
         return replace(trial, detail="launches of many tiles do not repeat")
-    full = _Runs(candidate.change, case, backward)
+    return replace(trial, verdict="right")
+
+
+def time_one(trial: Trial) -> Trial:
+    """A right one with its times, in this process; the whole case is compared before."""
+    candidate, case = _found(trial.candidate, trial.case)
+    full = _Runs(candidate.change, case, trial.phase == "backward")
     far = _disagreement(*full.both())
     if not far <= _AGREEMENT:
-        return replace(trial, detail=f"differs from the kernels in use by {far:.2g}")
+        return replace(
+            trial, verdict="wrong", detail=f"differs from the kernels in use by {far:.2g}"
+        )
     samples = alternate({"ours": full.ours, "seen": full.seen})
     ours, seen_ms = samples["ours"].median_ms, samples["seen"].median_ms
-    return replace(trial, verdict="right", ours_ms=ours, seen_ms=seen_ms)
+    return replace(trial, ours_ms=ours, seen_ms=seen_ms)
 
 
 class _Runs:

@@ -108,8 +108,9 @@ def test_only_what_is_right_is_timed(
     monkeypatch.setattr(Candidate, "phase", phase)
     tried = Candidate("tried", change, (case,), 0, "")  # type: ignore[arg-type]
     monkeypatch.setattr(candidates, "CANDIDATES", (tried,))
-    found = gpu_candidates.try_one("tried", case.name)
+    found = gpu_candidates.check_one("tried", case.name)
     if factor == 1.0:
+        found = gpu_candidates.time_one(found)
         assert (found.verdict, found.gain) == ("right", 1.5)
         assert found.error_ppm == pytest.approx(found.seen_error_ppm, rel=0.05)
     else:
@@ -125,6 +126,29 @@ def test_the_table_and_the_file_say_the_same(tmp_path) -> None:
     assert entries[0]["gain"] == 1.5
     table = gpu_candidates.table_of([right, NOTHING])
     assert "1.500" in table and "| a candidate" in table
+
+
+def test_a_candidate_that_faults_when_timed_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import json, os, sys
+for trial in json.load(sys.stdin):
+    if trial["candidate"] == "faulty":
+        print("an illegal address", flush=True)
+        os._exit(1)
+    print(PREFIX + json.dumps(trial | {"ours_ms": 1.0, "seen_ms": 2.0}), flush=True)
+"""
+    code = code.replace("PREFIX", repr(gpu_candidates._RESULT))
+    monkeypatch.setattr(gpu_candidates, "_SELF", (sys.executable, "-c", code))
+    names = ("first", "faulty", "wrong", "last")
+    verdicts = ("right", "right", "wrong", "right")
+    trials = [Trial(n, "x", "forward", v) for n, v in zip(names, verdicts, strict=True)]
+    found = dict(gpu_candidates.timed(trials, 10.0))
+    assert [(place, t.candidate, t.verdict, t.gain) for place, t in sorted(found.items())] == [
+        (0, "first", "right", 2.0),
+        (1, "faulty", "failed", None),
+        (3, "last", "right", 2.0),
+    ]
+    assert found[1].detail == "timed: an illegal address"
 
 
 TWO = (
@@ -145,6 +169,7 @@ def test_a_run_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, capsys) 
         gpu_candidates, "run_child", lambda *_: Trial("x", "y", "forward", next(ends))
     )
     monkeypatch.setattr(candidates, "CANDIDATES", TWO)
+    monkeypatch.setattr(gpu_candidates, "timed", lambda trials, limit: ())
     assert gpu_candidates.main(["--only", "a backward"]) == 0
     assert capsys.readouterr().out.count("x: y forward") == 2
     assert gpu_candidates.main(["--only", "a backward", "--budget", "1"]) == 1
