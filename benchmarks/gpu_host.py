@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,8 @@ from benchmarks.rows import Row
 from benchmarks.timing import Sample, summarise
 
 VARIANTS = ("full", "causal", "causal+alibi")
-_WARMUP, _RUNS = 20, 500
+_WARMUP, _RUNS, _TURNS = 20, 25, 20
+Key = TypeVar("Key")
 _STANDS_OUT = 10  # times the median
 
 
@@ -34,6 +35,11 @@ class Calls:
 
     times_ms: list[float]
     collecting_ms: dict[int, float]
+
+    def then(self, later: Calls) -> Calls:
+        """These calls and those after them."""
+        moved = {len(self.times_ms) + i: took for i, took in later.collecting_ms.items()}
+        return Calls(self.times_ms + later.times_ms, self.collecting_ms | moved)
 
     @property
     def sample(self) -> Sample:
@@ -53,11 +59,15 @@ class Calls:
 
 def host_rows(keeps: Callable[[str], bool]) -> Iterator[Row]:
     """Microseconds of a call for each of VARIANTS, beside torch's flex_attention."""
-    for variant in VARIANTS:
-        case = GpuCase(variant, 1, 2, 2, 256, 256, 64)
-        if not keeps(case.name):
-            continue
-        ours, theirs = (_measured(name, case) for name in ("attnloom", "torch-flex"))
+    cases = [GpuCase(variant, 1, 2, 2, 256, 256, 64) for variant in VARIANTS]
+    cases = [case for case in cases if keeps(case.name)]
+    names = ("attnloom", "torch-flex")
+    found = in_turn({(name, case.name): _warm(name, case) for case in cases for name in names})
+    for (name, case), calls in found.items():
+        for told in calls.hiccups:
+            print(f"{name} {case}: {told}", file=sys.stderr)
+    for case in cases:
+        ours, theirs = (found[name, case.name].sample for name in names)
         yield Row(
             "gpu", case.name, "overhead", "us", ours.median_ms * 1e3, dtype="bf16",
             shape=case.shape, peer="torch-flex", theirs=theirs.median_ms * 1e3,
@@ -67,17 +77,30 @@ def host_rows(keeps: Callable[[str], bool]) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _measured(name: str, case: GpuCase) -> Sample:
+def _warm(name: str, case: GpuCase) -> Callable[[], Any]:
     attention, inputs = CONTENDERS[name].prepare(case, None), case.inputs()
     assert attention is not None
     for _ in range(_WARMUP):
         attention(*inputs)
-    torch.cuda.synchronize()
-    calls = timed_calls(lambda: attention(*inputs), _RUNS)
-    torch.cuda.synchronize()
-    for told in calls.hiccups:
-        print(f"{name} {case.name}: {told}", file=sys.stderr)
-    return calls.sample
+    return lambda: attention(*inputs)
+
+
+def in_turn(calls: dict[Key, Callable[[], Any]]) -> dict[Key, Calls]:
+    """Times of each, a few calls at a time and round about: a processor that changes its speed from
+    second to second does so for all of them."""
+    found = {key: Calls([], {}) for key in calls}
+    for _ in range(_TURNS):
+        for key, call in calls.items():
+            _wait()
+            call()  # finds its own memory again
+            found[key] = found[key].then(timed_calls(call, _RUNS))
+    _wait()
+    return found
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def timed_calls(call: Callable[[], Any], num_runs: int) -> Calls:

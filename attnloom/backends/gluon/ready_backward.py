@@ -35,7 +35,6 @@ from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.launcher import Launcher
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_ints
-from attnloom.backends.triton.ready_backward import heads_together
 from attnloom.backends.triton.refined import refined
 
 _INT32 = 2**31 - 1
@@ -217,6 +216,14 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
     )
 
 
+def keys_together(key: torch.Tensor) -> int:
+    """Key heads whose tiles are started longest first among each other: as many as processors have
+    tiles for. More would share the second-level cache for nothing, which holds a head's queries,
+    their gradients and the sums of dq while its keys go over them."""
+    processors = configs.device_of(key.device).num_processors
+    return max(1, processors // -(-key.size(2) // KEYS))
+
+
 def blank_statistics(lines: int, device: torch.device) -> Blank:
     """Of [2, lines] numbers, STEP at a time."""
     stats = torch.empty(2, lines, dtype=torch.float32, device=device)
@@ -241,7 +248,7 @@ def main_shape(operands: Operands, pitch: int) -> tuple[int, ...]:
         batch,
         -(-kv_len // KEYS),
         *offsets,
-        max(1, heads_together(operands, q_len) // group),
+        keys_together(key),
         group * batch // kv_batch,
         kv_batch * heads_kv,
         pitch,
