@@ -11,6 +11,7 @@ import torch
 import attnloom
 from attnloom.demo.corpus import Batch, pack_batches
 from attnloom.demo.model import Attend, Decoder, ModelConfig
+from attnloom.demo.muon import Muon
 from attnloom.demo.variant import Variant
 
 
@@ -59,7 +60,7 @@ def make_optimisers(model: Decoder) -> tuple[torch.optim.Optimizer, ...]:
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     return (
-        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=0.01),
         torch.optim.AdamW(others, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
     )
 
