@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from attnloom.backends.gluon import configs_backward, configs_forward
-from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton.configs import Tile, clamped
 from attnloom.backends.triton.splits import Splitting
 from benchmarks.gpu_cases import GpuCase
@@ -80,21 +79,6 @@ class GluonBackward(Change):
             (ready_backward, "form_of", lambda operands: self.form),
             (launch_backward, "FEW_SPILLS", _UNLIMITED),
         ]
-
-
-@dataclass(frozen=True)
-class FineGluonBackward(GluonBackward):
-    """The same in blocks of a step's queries and a program's keys, where the mask's are larger."""
-
-    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
-        from attnloom.backends.gluon import launch_backward
-        from attnloom.backends.triton.refined import refined
-
-        def backward(call: AttentionCall, *rest: Any) -> Gradients:
-            return given(refined(call, _FINE), *rest)
-
-        given = launch_backward.backward
-        return [*super().exchanged(), (launch_backward, "backward", backward)]
 
 
 @dataclass(frozen=True)
@@ -208,268 +192,62 @@ class Candidate:
         return "backward" if isinstance(self.change, _BACKWARD) else "forward"
 
 
-_KEYS_WIDE = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
-_KEYS_WIDE_FROM_0 = configs_backward.form_for(128, 128, may_mask=False, may_fold=False)
-_KEYS_NARROW = configs_backward.form_for(64, 64, may_mask=False, may_fold=False)
-_KEYS_NARROW_MASKED = configs_backward.form_for(64, 64, may_mask=True, may_fold=True)
-_NARROW, _TWO_NARROW = configs_forward.forms(64, 64, None)
-_WIDE_OUT_IN_Q = configs_forward.forms(128, 128, None)[1]
+_CAUSAL = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
+_CAUSAL_64 = configs_backward.form_for(64, 64, may_mask=True, may_fold=True)
+_IN_PANELS = configs_backward.form_in_panels(may_fold=False)
+_DOCUMENTS_IN_PANELS = replace(configs_backward.form_in_panels(may_fold=True), narrow=True)
+_PORTABLE = {
+    64: PortableBackward(Tile(64, 64, 4, 3), Tile(64, 128, 4, 3)),
+    96: PortableBackward(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    192: PortableBackward(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 3)),
+}
 
-_FINE = (configs_backward.STEP, configs_backward.KEYS)
 
-_SHORT = GpuCase("causal", 16, 16, 16, 2048, 2048, 128)
-_DOCUMENTS = GpuCase("documents12", 16, 16, 16, 2048, 2048, 128)
-_LONG_DOCUMENTS = GpuCase("documents12", 4, 16, 16, 8192, 8192, 128)
-_FULL_192 = GpuCase("full", 4, 16, 16, 8192, 8192, 192)
+def _causal(head_dim: int, score: str = "") -> GpuCase:
+    return GpuCase("causal" + score, 4, 16, 16, 8192, 8192, head_dim)
 
-_CAUSAL_64 = GpuCase("causal", 4, 16, 16, 8192, 8192, 64)
-_ALIBI = GpuCase("causal+alibi", 4, 16, 16, 8192, 8192, 128)
-_CAPPED = GpuCase("causal+softcap", 4, 16, 16, 8192, 8192, 128)
-_CAUSAL_192 = GpuCase("causal", 4, 16, 16, 8192, 8192, 192)
-_DECODE_128 = GpuCase("full", 32, 32, 8, 1, 8192, 128)
-_DECODE_64 = GpuCase("full", 32, 16, 16, 1, 8192, 64)
-_DECODE_FEW = GpuCase("full", 8, 32, 8, 1, 32768, 128)
-_DECODE_LONG = GpuCase("full", 1, 32, 8, 1, 131072, 128)
-_BIAS = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 64)
-_BIAS_128 = GpuCase("full+bias", 4, 16, 16, 2048, 2048, 128)
 
 CANDIDATES = (
     Candidate(
-        "documents backward, queries looked up by a warp",
-        GluonBackward(replace(_KEYS_WIDE, rows=True)),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        148,
-        "16 loads a thread in each partial step, which nearly all are",
-    ),
-    Candidate(
-        "backward, results of a tile waited for under the next",
-        GluonBackward(replace(_KEYS_WIDE, deferred=True)),
-        (_SHORT, _DOCUMENTS),
-        64,
-        "a microsecond a tile, of 47 and 15",
-    ),
-    Candidate(
-        "documents backward, queries looked up by a warp, results waited for under the next",
-        GluonBackward(replace(_KEYS_WIDE, rows=True, deferred=True)),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        152,
-        "both",
-    ),
-    Candidate(
-        "documents backward, queries looked up by a warp, blocks of 64 x 128",
-        FineGluonBackward(replace(_KEYS_WIDE, rows=True)),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        148,
-        "both",
-    ),
-    Candidate(
-        "documents backward in blocks of 64 x 128",
-        FineGluonBackward(_KEYS_WIDE),
-        (_DOCUMENTS, _LONG_DOCUMENTS),
-        56,
-        "7% (4%) of the steps are left out",
-    ),
-    Candidate(
-        "backward with a score_mod, a tile a program",
-        GluonBackward(_KEYS_WIDE_FROM_0),
-        (_ALIBI, _CAPPED),
-        320,
-        "what drawing is worth there: chosen for its spills, a third of these, untimed",
-    ),
-    Candidate(
-        "backward, tiles drawn, D=64",
-        GluonBackward(replace(_KEYS_NARROW_MASKED, persistent=True)),
-        (_CAUSAL_64,),
+        "portable backward, D=40",
+        _PORTABLE[64],
+        (_causal(40),),
         0,
-        "as above",
+        "in use before; 0.66 at D=48, which has the same columns in both",
     ),
     Candidate(
-        "Gluon backward, D=80 in 128",
-        GluonBackward(_KEYS_WIDE),
-        (GpuCase("causal", 4, 16, 16, 8192, 8192, 80),),
-        36,
-        "5 products of 128 columns against 7 of 80: even, if D=96 is what it seems",
-    ),
-    Candidate(
-        "Gluon backward, D=48 in 64",
-        GluonBackward(_KEYS_NARROW_MASKED),
-        (GpuCase("causal", 4, 16, 16, 8192, 8192, 48),),
-        32,
-        "5 products of 64 columns take less than 7 of 48",
-    ),
-    Candidate(
-        "captured gradients, a slope a head, D=128",
-        GluonBackward(_KEYS_WIDE_FROM_0),
-        (GpuCase("causal+slope", 4, 16, 16, 2048, 2048, 128),),
-        352,
-        "as at D=64 (1.42), but for 44 registers spilled",
-    ),
-    Candidate(
-        "captured gradients, by query",
-        GluonBackward(_KEYS_NARROW),
-        (GpuCase("causal+queries", 4, 16, 16, 2048, 2048, 64),),
-        64,
-        "5 products instead of 7; an addition a query and tile of 64 keys in both",
-    ),
-    Candidate(
-        "a bias in lines, backward",
-        GluonBackward(replace(_KEYS_NARROW, lines=True)),
-        (_BIAS,),
+        "portable backward, D=72",
+        _PORTABLE[96],
+        (_causal(72),),
         0,
-        "4 requests of 128 bytes a warp's load or store in place of 16 of 32; 4 barriers a step",
+        "in use before; 0.94 at D=80, which has the same columns in both",
     ),
     Candidate(
-        "a bias in pieces, streamed, backward",
-        GluonBackward(replace(_KEYS_NARROW, streamed=True)),
-        (_BIAS,),
+        "documents backward, D=64",
+        GluonBackward(_CAUSAL_64),
+        (GpuCase("documents12", 16, 16, 16, 2048, 2048, 64),),
+        24,
+        "1.02 at D=128, with drawn tiles, though smaller blocks leave out 29% of the scores",
+    ),
+    Candidate(
+        "D=192 in Gluon with a score_mod",
+        GluonWide(_IN_PANELS),
+        (_causal(192, "+softcap"), _causal(192, "+alibi")),
+        368,
+        "1.35 from 0 without one; 65 and 92 registers are spilled, where 32 are allowed",
+    ),
+    Candidate(
+        "D=192 in Gluon, documents",
+        GluonWide(_DOCUMENTS_IN_PANELS),
+        (GpuCase("documents12", 4, 16, 16, 8192, 8192, 192),),
+        164,
+        "as above: 41 registers",
+    ),
+    Candidate(
+        "portable backward, D=136 and 160",
+        _PORTABLE[192],
+        (_causal(136), _causal(160)),
         0,
-        "1.1 GB of bias and gradient do not drive 33 MB of dq's sums out of the cache",
-    ),
-    Candidate(
-        "a bias in lines, streamed, backward",
-        GluonBackward(replace(_KEYS_NARROW, lines=True, streamed=True)),
-        (_BIAS,),
-        0,
-        "both",
-    ),
-    Candidate(
-        "a bias in lines, streamed, a step ahead, backward",
-        GluonBackward(replace(_KEYS_NARROW, lines=True, streamed=True, prefetch=True)),
-        (_BIAS,),
-        0,
-        "both, and the latency of memory behind half a step: nothing by itself",
-    ),
-    Candidate(
-        "a bias in pieces, backward, D=128",
-        GluonBackward(replace(_KEYS_WIDE_FROM_0, pieces=True)),
-        (_BIAS_128,),
-        276,
-        "4 loads and 4 stores of 16 bytes in place of 32 and 32 of 2, as at D=64",
-    ),
-    Candidate(
-        "a bias in lines, dP late, backward, D=128",
-        GluonBackward(replace(_KEYS_WIDE_FROM_0, pieces=True, lines=True, late=True)),
-        (_BIAS_128,),
-        96,
-        "180 bytes less spilled again, for a product that nothing hides",
-    ),
-    Candidate(
-        "a bias in pieces, forward",
-        GluonForward(replace(_TWO_NARROW, pieces=True)),
-        (_BIAS,),
-        0,
-        "8 loads of 16 bytes a thread and step in place of 64 of 2",
-    ),
-    Candidate(
-        "a bias in pieces a step ahead, forward",
-        GluonForward(replace(_TWO_NARROW, pieces=True, prefetch=True)),
-        (_BIAS,),
-        0,
-        "as above, and the latency of memory behind a step's exponentials",
-    ),
-    Candidate(
-        "a bias in pieces, three consumers, forward",
-        GluonForward(replace(_NARROW, pieces=True)),
-        (_BIAS,),
-        28,
-        "half as many bytes more in flight",
-    ),
-    Candidate(
-        "a bias in lines, forward",
-        GluonForward(replace(_TWO_NARROW, pieces=True, lines=True)),
-        (_BIAS,),
-        0,
-        "rows of 256 bytes in place of 64, moved at once",
-    ),
-    Candidate(
-        "a bias in lines a step ahead, forward",
-        GluonForward(replace(_TWO_NARROW, pieces=True, lines=True, prefetch=True)),
-        (_BIAS,),
-        0,
-        "both",
-    ),
-    Candidate(
-        "a bias in lines, streamed, a step ahead, forward",
-        GluonForward(replace(_TWO_NARROW, pieces=True, lines=True, streamed=True, prefetch=True)),
-        (_BIAS,),
-        0,
-        "all three",
-    ),
-    Candidate(
-        "a bias in lines a step ahead, forward, D=128",
-        GluonForward(replace(_WIDE_OUT_IN_Q, pieces=True, lines=True, prefetch=True)),
-        (_BIAS_128,),
-        16,
-        "as at D=64",
-    ),
-    Candidate(
-        "D=192, dq added to memory",
-        PortableAdding(Tile(64, 128, 8, 2)),
-        (_CAUSAL_192, _FULL_192),
-        0,
-        "6 products instead of 8; 48 KB of additions a step",
-    ),
-    Candidate(
-        "D=192 in Gluon without dv",
-        GluonWide(configs_backward.Form(2, False, False, False, 240)),
-        (_CAUSAL_192, _FULL_192),
-        96,
-        "6 products instead of 8, 4 of them by warps that load apart from those that multiply",
-    ),
-    Candidate(
-        "D=192 in Gluon without dv, from -lse and -delta",
-        GluonWide(configs_backward.Form(2, False, False, True, 240)),
-        (_CAUSAL_192, _FULL_192),
-        108,
-        "and a subtraction a score less",
-    ),
-    Candidate(
-        "D=128 documents, dq added to memory",
-        PortableAdding(Tile(64, 64, 4, 1)),
-        (_DOCUMENTS,),
-        156,
-        "5 products instead of 7, two programs a processor without a pipeline",
-    ),
-    Candidate(
-        "D=192 forward, steps of 32 keys",
-        PortableForward(Tile(128, 32, 8, 4)),
-        (_CAUSAL_192,),
-        0,
-        "four stages in 147 KB, where three of 64 keys take 197",
-    ),
-    Candidate(
-        "decode, merged by the last",
-        PortableSplits(Splitting(fused=True)),
-        (_DECODE_FEW, _DECODE_LONG),
-        0,
-        "no second kernel; 8 programs merge what 32 merged, 32 KB at a time",
-    ),
-    Candidate(
-        "decode, first keys asked for ahead",
-        PortableSplits(Splitting(ahead=True)),
-        (_DECODE_128, _DECODE_FEW, _DECODE_LONG, _DECODE_64),
-        0,
-        "queries take more than 1 us to come, before which nothing is copied",
-    ),
-    Candidate(
-        "decode, 128 keys, 2 stages",
-        PortableSplits(Splitting(), Tile(16, 128, 4, 2)),
-        (_DECODE_128, _DECODE_FEW, _DECODE_LONG),
-        0,
-        "32 KB of a head at a time: 0.5 to 1% when merged after it",
-    ),
-    Candidate(
-        "decode, 128 keys, one program a processor",
-        PortableSplits(Splitting(a_processor=1), Tile(16, 128, 4, 3)),
-        (_DECODE_FEW, _DECODE_LONG),
-        0,
-        "half as many places in memory at a time, and half as many splits",
-    ),
-    Candidate(
-        "decode, 128 keys, one program a processor, asked for ahead",
-        PortableSplits(Splitting(ahead=True, a_processor=1), Tile(16, 128, 4, 3)),
-        (_DECODE_FEW, _DECODE_LONG),
-        0,
-        "both",
+        "in use before, with 8 products of 144 and 160 columns; those in use have 6 of 192",
     ),
 )

@@ -83,7 +83,7 @@ def installed(compiler: Compiler) -> Iterator[None]:
         mock.patch.object(Launcher, "compile", lambda self, args: compiler.compile(self, args)),
         mock.patch.object(Launcher, "__call__", lambda self, *args: compiler.launch(self, *args)),
         mock.patch.object(
-            backward_ahead, "spills_of", lambda _: compiler.spills_of("backward_kernel")
+            backward_ahead, "spills_of", lambda _: max(map(compiler.spills_of, compiler.spilling))
         ),
     ]
     with ExitStack() as stack:
@@ -119,15 +119,18 @@ def step(head_dim: int, score_mod: Any, compiler: Compiler, groups: int = 4, **k
 
 
 GLUON = ["backward_kernel", "finish_kernel", "forward_kernel", "prepare_kernel"]
+WIDE = ["delta_kernel", "finish_kernel", "forward_kernel", "key_kernel", "wide_kernel"]
 PORTABLE = ["delta_kernel", "key_kernel", "row_kernel"]
 
 
 @pytest.mark.parametrize("score_mod", [None, alibi, capped_alibi])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_step_compiles_what_it_launches_and_before_it_does(head_dim: int, score_mod: Any):
+@pytest.mark.parametrize(("head_dim", "names"), [(64, GLUON), (128, GLUON), (192, WIDE)])
+def test_a_step_compiles_what_it_launches_and_before_it_does(
+    head_dim: int, names: list[str], score_mod: Any
+):
     compiler = Compiler()
-    assert step(head_dim, score_mod, compiler) == GLUON
-    assert sorted(name for name, _, _ in compiler.launched) == GLUON
+    assert step(head_dim, score_mod, compiler) == names
+    assert sorted(name for name, _, _ in compiler.launched) == names
     assert set(compiler.launched) == set(compiler.compiled)
     assert threading.main_thread() not in compiler.compiled.values()
 
@@ -144,6 +147,13 @@ def test_a_backward_that_spills_has_its_portable_kernels_compiled_too():
     compiler = Compiler()
     compiler.spilling = frozenset({"backward_kernel"})
     assert step(128, capped_alibi, compiler) == sorted(GLUON + PORTABLE)
+    assert set(compiler.launched) == set(compiler.compiled)
+
+
+def test_wide_heads_that_spill_have_theirs_too():
+    compiler = Compiler()
+    compiler.spilling = frozenset({"wide_kernel"})
+    assert step(192, capped_alibi, compiler) == sorted(WIDE + PORTABLE)
     assert set(compiler.launched) == set(compiler.compiled)
 
 

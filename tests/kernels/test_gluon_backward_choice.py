@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,15 +50,17 @@ def make_call(
     KV_LEN: int = 2048,
     score_mod: Any = None,
     block: int | tuple[int, int] = 128,
+    Dv: int | None = None,
     **options: Any,
 ) -> AttentionCall:
     query = torch.empty(2, 8, 2048, D, dtype=torch.bfloat16)
     key = torch.empty(2, Hkv, KV_LEN, D, dtype=torch.bfloat16)
+    value = torch.empty(2, Hkv, KV_LEN, Dv or D, dtype=torch.bfloat16)
     blocks = attnloom.create_block_mask(causal, None, None, 2048, KV_LEN, "cpu", BLOCK_SIZE=block)
     score = None if score_mod is None else trace_score(score_mod, DType.F32, CPU)
     mask = trace_mask(causal, CPU)
     return AttentionCall(
-        query, key, key, score, mask, blocks.lists(), 0.125, KernelOptions(**options)
+        query, key, value, score, mask, blocks.lists(), 0.125, KernelOptions(**options)
     )
 
 
@@ -68,9 +71,17 @@ def why(call: AttentionCall) -> str | None:
         return ready_backward.portable(call)
 
 
+def takes_wide(call: AttentionCall) -> bool:
+    from attnloom.backends.gluon import launch_wide
+
+    with device_is("sm_90"):
+        return launch_wide.takes(call)
+
+
 @pytest.mark.parametrize("score_mod", [None, softcap, alibi])
-@pytest.mark.parametrize("D", [64, 96, 128])
+@pytest.mark.parametrize("D", [40, 48, 64, 72, 80, 96, 128])
 def test_what_was_measured_runs_in_gluon(score_mod: Any, D: int) -> None:
+    """Portable kernels cover 40 and 72 columns by 48 and 80."""
     assert why(make_call(D, score_mod=score_mod)) is None
 
 
@@ -100,7 +111,7 @@ def test_gradients_that_are_summed_first_or_stored_leave_in_gluon(
     ("given", "reason"),
     [
         ({"deterministic": True}, "bitwise repeatable"),
-        ({"D": 192}, "wider than 128"),
+        ({"D": 200}, "wider than 128"),
         ({"D": 100}, "multiples of 16 bytes"),
         ({"block": 64}, "smaller than 64 x 128"),
         ({"block": (32, 128)}, "smaller than 64 x 128"),
@@ -115,8 +126,8 @@ def test_what_the_kernel_cannot_do_is_portable_whoever_asks(given: Any, reason: 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"D": 88}, "padded to 128"),
-        ({"D": 48}, "padded to 64"),
+        ({"D": 16, "Dv": 80}, "padded to 64 and 128"),
+        ({"D": 32}, "padded to 64 and 64"),
         ({"Hkv": 1, "KV_LEN": 1024}, "few keys"),
         ({"score_mod": lambda s, b, h, q, kv: s * BY_QUERY[q]}, "added to in every step"),
         ({"score_mod": alibi, "Hkv": 4, "KV_LEN": 4096}, "tell heads apart"),
@@ -127,3 +138,80 @@ def test_what_was_not_seen_faster_is_portable_under_auto(given: Any, reason: str
     found = why(call)
     assert found is not None and reason in found
     assert why(replace(call, options=KernelOptions(backend="gluon"))) is None
+
+
+@pytest.mark.parametrize(
+    ("D", "score_mod", "is_slower"),
+    [(64, None, True), (80, None, False), (128, None, False), (128, softcap, True)],
+)
+def test_masks_with_few_blocks_a_row_were_seen_faster_at_128_alone(
+    D: int, score_mod: Any, is_slower: bool
+) -> None:
+    """The portable kernels leave out more of them in blocks of 64."""
+    from attnloom.backends.gluon import ready_backward
+
+    with mock.patch.object(ready_backward, "refined", lambda call: replace(call)):
+        found = why(make_call(D, score_mod=score_mod))
+        assert found == ("blocks of 64 leave out many scores of those of the mask." if is_slower
+                         else None)  # fmt: skip
+        assert not takes_wide(make_call(192))
+
+
+@pytest.mark.parametrize("D", [136, 144, 160, 192])
+@pytest.mark.parametrize("Dv", [8, 64, 192])
+def test_heads_of_129_to_192_have_a_kernel_of_their_own(D: int, Dv: int) -> None:
+    assert takes_wide(make_call(D, Dv=Dv, score_mod=softcap))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"D": 128},
+        {"D": 200},
+        {"D": 140},
+        {"D": 192, "deterministic": True},
+        {"D": 192, "block": 64},
+        {"D": 192, "score_mod": learned},
+        {"D": 192, "Hkv": 1, "KV_LEN": 1024},
+    ],
+    ids=["narrow", "too wide", "no 16 bytes", "repeatable", "small blocks", "learns", "few keys"],
+)
+def test_what_the_kernel_of_wide_heads_leaves_to_others(given: Any) -> None:
+    call = make_call(**given)
+    assert not takes_wide(call)
+    # an order of the user, which is slower, but not one that the kernel cannot follow
+    by_name = replace(call, options=replace(call.options, backend="gluon"))
+    assert takes_wide(by_name) == ("KV_LEN" in given)
+
+
+def test_values_wider_than_192_are_portable() -> None:
+    assert not takes_wide(make_call(192, Dv=200))
+
+
+def test_heads_in_use_have_the_forms_that_were_timed() -> None:
+    from attnloom.backends.gluon import configs_backward, launch_wide
+
+    assert configs_backward.form_for(48, 64, may_mask=True, may_fold=True).persistent
+    assert not configs_backward.form_for(64, 64, may_mask=True, may_fold=False).persistent
+    for score_mod, fold in ((None, True), (softcap, False)):
+        assert launch_wide.form_of(make_call(192, score_mod=score_mod)).fold == fold
+
+
+def test_a_wide_kernel_that_spills_is_asked_once() -> None:
+    """Its results are not used either: a later call's would differ from them."""
+    from attnloom.backends.gluon import launch_wide
+
+    ready = mock.Mock()
+    ready.main.spills = launch_wide.FEW_SPILLS + 1
+    operands = mock.Mock()
+    with (
+        mock.patch.object(launch_wide, "_ready", {}),
+        mock.patch.object(launch_wide, "_prepare", mock.Mock(return_value=ready)) as prepare,
+        mock.patch.object(launch_wide, "_run", mock.Mock(return_value="gradients")) as run,
+        mock.patch.object(launch_wide.ready_backward, "key_of", lambda operands: "key"),
+    ):
+        assert [launch_wide.backward(operands) for _ in range(2)] == [None, None]
+        assert (prepare.call_count, run.call_count) == (1, 1)
+        launch_wide._ready.clear()
+        ready.main.spills -= 1
+        assert launch_wide.backward(operands) == "gradients"

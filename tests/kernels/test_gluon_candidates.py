@@ -27,6 +27,7 @@ from benchmarks.candidates import (
     Candidate,
     GluonBackward,
     GluonForward,
+    GluonWide,
     PortableForward,
     PortableSplits,
 )
@@ -73,6 +74,8 @@ def test_candidates_fit(candidate: Candidate) -> None:
             made = {"forward": compile_forward.compiled(call)}
         elif isinstance(change, GluonBackward):
             made = {"backward": compile_backward.compiled(call)["backward_kernel"]}
+        elif isinstance(change, GluonWide):
+            made = {"backward": compile_backward.compiled_wide(call)["wide_kernel"]}
         elif isinstance(change, PortableForward | PortableSplits):
             made = portable_forward.compiled("sm_90", call)
         else:

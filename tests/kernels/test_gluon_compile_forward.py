@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -112,3 +113,18 @@ def test_soft_capping_costs_one_instruction_a_score() -> None:
     text = compiled(call_of(128, softcap, causal)).text
     assert "tanh.approx.f32" in text
     assert "div.full.f32" not in text.split("tanh.approx.f32")[1][:400]
+
+
+BIAS = torch.zeros(2, 4, LENGTH, LENGTH, dtype=BF16)
+
+
+@pytest.mark.parametrize(("D", "places"), [(64, 2), (128, 3)])
+def test_a_bias_is_read_16_bytes_a_thread(D: int, places: int) -> None:
+    """8 pieces of 16 bytes for each of two consumers, in the first step and the others; at D=128 a
+    step ahead, so once more, for which Triton 3.9 spills more."""
+    found = compiled(call_of(D, lambda s, b, h, q, kv: s + BIAS[b, h, q, kv], None))
+    assert found.serialised == ()
+    assert found.spills <= (32 if triton.__version__.startswith("3.6") else 160)
+    assert found.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert "ld.global.b16" not in found.text
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", found.text)) == 2 * 8 * places

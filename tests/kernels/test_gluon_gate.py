@@ -129,10 +129,10 @@ ROWS = torch.zeros(512, 4)
 
 
 @pytest.mark.parametrize(
-    ("score_mod", "is_slower", "in_pieces"),
+    ("score_mod", "is_slower", "without_pieces"),
     [
-        (lambda s, b, h, q, kv: s + BIAS[q, kv], True, False),
-        (lambda s, b, h, q, kv: s + PADDED[q, kv], True, False),
+        (lambda s, b, h, q, kv: s + BIAS[q, kv], False, True),
+        (lambda s, b, h, q, kv: s + PADDED[q, kv], False, True),
         (lambda s, b, h, q, kv: s + UNEVEN[q, kv], True, True),
         (lambda s, b, h, q, kv: s + BIAS[kv, q], True, True),
         (lambda s, b, h, q, kv: s + BIAS[q, kv] + BIAS[q, kv // 2], True, True),
@@ -144,25 +144,45 @@ ROWS = torch.zeros(512, 4)
         (lambda s, b, h, q, kv: torch.where(IDS[q] == IDS[kv], s, -1e4), False, False),
     ],
 )
-def test_mods_that_look_up_each_score_are_left_to_the_portable_kernels(
-    monkeypatch, score_mod, is_slower: bool, in_pieces: bool
+def test_mods_that_look_up_each_score_lane_by_lane_are_left_to_the_portable_kernels(
+    score_mod, is_slower: bool, without_pieces: bool
 ):
-    """A [B, H, Q, KV] bias took 1.31 times their time lane by lane. in_pieces: whether they still
-    are where forms read pieces."""
+    """A [B, H, Q, KV] bias took 1.31 times their time lane by lane, less than theirs in pieces.
+    without_pieces: where heads are too wide for these."""
     from attnloom.ir.node import DType
     from attnloom.trace.tracer import trace_score
 
     score = trace_score(score_mod, DType.F32, torch.device("cpu"))
-    call = replace(call_of(), score=score)
-    in_order = launch_forward._in_order
     with device_is("sm_90"):
-        for pieces, expected in ((False, is_slower), (True, in_pieces)):
-            monkeypatch.setattr(
-                launch_forward,
-                "_in_order",
-                lambda *args, on=pieces: tuple(replace(f, pieces=on) for f in in_order(*args)),
-            )
+        for width, expected in ((64, is_slower), (128, is_slower), (256, without_pieces)):
+            call = replace(call_of(width=width), score=score)
             assert (launch_forward._slower_mods(call, True) is not None) == expected
+
+
+def test_elements_come_in_pieces_first():
+    """A backend chosen by name has the other forms behind them: a kernel that fits."""
+    from attnloom.ir.node import DType
+    from attnloom.trace.tracer import trace_score
+
+    def bias(s, b, h, q, kv):
+        return s + BIAS[q, kv]
+
+    def capped(s, b, h, q, kv):
+        return 30 * torch.tanh(s / 30)
+
+    for score_mod, num_pieces in ((bias, 1), (capped, 0)):
+        score = trace_score(score_mod, DType.F32, torch.device("cpu"))
+        for width, ahead in ((64, False), (128, True)):
+            with device_is("sm_90"):
+                auto, named = (
+                    launch_forward._in_order(
+                        replace(call_of(backend=backend, width=width), score=score), True
+                    )
+                    for backend in ("auto", "gluon")
+                )
+            assert [form.pieces for form in named] == [True] * num_pieces + [False] * 2
+            assert named[0].prefetch == (ahead and num_pieces == 1)
+            assert auto == named[:1] if num_pieces else auto == named
 
 
 def test_masks_that_look_up_each_score_are_left_to_the_portable_kernels(monkeypatch):

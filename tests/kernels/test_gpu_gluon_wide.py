@@ -33,10 +33,10 @@ pytestmark = [
 
 def check(case: Case, fold: bool = False) -> None:
     from attnloom.backends.gluon import launch_wide
-    from attnloom.backends.gluon.configs_backward import Form
+    from attnloom.backends.gluon.configs_backward import form_in_panels
     from tests.kernels.gluon_backward import check_gradients
 
-    form = Form(2, dq_apart=False, early=False, fold=fold, registers=240)
+    form = form_in_panels(fold)
     ran = mock.Mock(wraps=launch_wide.backward)
     with (
         mock.patch.object(launch_wide, "form_of", lambda call: form),
@@ -123,7 +123,6 @@ def check_repeated() -> None:
     """dk and dv bit for bit; dq is a sum in no order. Later calls write addresses alone."""
     import attnloom
     from attnloom.backends.gluon import launch_wide
-    from attnloom.backends.gluon.configs_backward import Form
 
     mask = attnloom.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 500, 500, "cuda")
     draw = torch.Generator("cuda").manual_seed(0)
@@ -136,12 +135,10 @@ def check_repeated() -> None:
         out = attnloom.flex_attention(*leaves, block_mask=mask, kernel_options={"backend": "gluon"})
         return torch.autograd.grad(out, leaves, dout)
 
-    form = Form(2, dq_apart=False, early=False, fold=True, registers=240)
-    with mock.patch.object(launch_wide, "form_of", lambda call: form):
-        first = run()
-        ran = mock.Mock(wraps=launch_wide.backward)
-        with mock.patch.object(launch_wide, "backward", ran):
-            later = [run() for _ in range(4)]
+    first = run()
+    ran = mock.Mock(wraps=launch_wide.backward)
+    with mock.patch.object(launch_wide, "backward", ran):
+        later = [run() for _ in range(4)]
     assert ran.call_count < len(later), "no call was started anew with other addresses"
     for dq, dk, dv in later:
         assert torch.equal(dk, first[1]) and torch.equal(dv, first[2])

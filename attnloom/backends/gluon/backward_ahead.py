@@ -28,7 +28,11 @@ _NEVER_SPILLS = 64  # columns; soft-capping with ALiBi spills 47 registers at D=
 def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Start compiling what the backward of this forward will launch."""
     if launch_wide.takes(call):
-        _compile(launch_wide.expected_launches(Operands.expected(call, out, lse)))
+        main, *others = launch_wide.expected_launches(Operands.expected(call, out, lse))
+        # masks by position alone spill at most 30 of FEW_SPILLS registers
+        may_spill = call.score is not None or (call.mask is not None and call.mask.tensors)
+        _compile_main(main, backward_launches(call, out, lse) if may_spill else None)
+        _compile(others)
         return
     if ready_backward.portable(call) is not None:
         _compile(backward_launches(call, out, lse))
@@ -41,16 +45,19 @@ def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     main, *around = launch_backward.expected_launches(operands, ready)
     width = max(call.query.size(3), call.value.size(3))
     may_spill = mods.inner is not None and width > _NEVER_SPILLS
-    otherwise = backward_launches(call, out, lse) if may_spill else ()
+    if mods.sinks is None:
+        _compile_main(main, backward_launches(call, out, lse) if may_spill else None)
+    compile_for_later(*around)
+
+
+def _compile_main(main: Launch, otherwise: Sequence[Launch] | None) -> None:
+    """otherwise: the portable kernels, which run what spills; None where nothing does."""
 
     def then(made: Any) -> None:
-        """The portable kernels run what spills."""
         if spills_of(made.asm["cubin"]) > FEW_SPILLS:
-            _compile(otherwise)
+            _compile(otherwise or ())
 
-    if mods.sinks is None:
-        compile_for_later(main, then=then if may_spill else None)
-    compile_for_later(*around)
+    compile_for_later(main, then=None if otherwise is None else then)
 
 
 def _compile(launches: Sequence[Launch]) -> None:

@@ -25,8 +25,8 @@ class Form:
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
     16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead. rows:
     what a mask looks up of queries is looked up by a warp of its own (backward_rows.py). No device
-    has shown `lines`, `streamed`, `late`, `rows` or `deferred` yet. The others: see
-    backward_sm90.py and fields_backward.py.
+    has shown `late`, `rows` or `deferred` yet. The others: see backward_sm90.py and
+    fields_backward.py.
     """
 
     stages: int
@@ -52,12 +52,11 @@ class Form:
         assert self.pieces or not (self.lines or self.streamed or self.prefetch)
 
 
-WIDE_FORM: Form | None = None
-"""Of the kernel for wider heads (backward_wide.py); None: a device has shown four of its problems
-right, and timed none."""
-
-_NARROW = Form(2, dq_apart=True, early=False, fold=False, registers=208, pieces=True)
-_NARROW_FOLD = Form(4, dq_apart=True, early=True, fold=True, registers=208)
+_NARROW = Form(
+    2, dq_apart=True, early=False, fold=False, registers=208,
+    pieces=True, lines=True, streamed=True, prefetch=True,
+)  # fmt: skip
+_NARROW_FOLD_DRAWN = Form(4, dq_apart=True, early=True, fold=True, registers=208, persistent=True)
 _WIDE = Form(2, dq_apart=False, early=False, fold=False, registers=240)
 _WIDE_FOLD = Form(2, dq_apart=False, early=False, fold=True, registers=240)
 _WIDE_DRAWN = replace(_WIDE, narrow=True, persistent=True)
@@ -80,7 +79,12 @@ def form_for(
         learns: captured tensors get gradients.
     """
     if max(width_of(head_dim), width_of(value_dim)) == 64:
-        return _NARROW_FOLD if may_fold and may_mask else _NARROW
+        return _NARROW_FOLD_DRAWN if may_fold and may_mask else _NARROW
     if may_mask and not learns:
         return _WIDE_FOLD_DRAWN if may_fold else _WIDE_DRAWN
+    return _WIDE_FOLD if may_fold else _WIDE
+
+
+def form_in_panels(may_fold: bool) -> Form:
+    """The form of a problem of wider heads (backward_wide.py). may_fold: see form_for."""
     return _WIDE_FOLD if may_fold else _WIDE

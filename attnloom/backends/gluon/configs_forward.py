@@ -19,8 +19,7 @@ class Form:
         consumer has what is left. column_registers: the same where a warp looks up keys.
     panels: three, of PANEL columns each, for D and Dv of 129 to 192; 1: one tile of a power of two.
     pieces: captured elements of single scores are read 16 bytes a thread (pieces.py); lines,
-        streamed: as is said there; prefetch: a step ahead, into registers. None of the four was
-        timed yet.
+        streamed: as is said there; prefetch: a step ahead, into registers.
     """
 
     consumers: int
@@ -82,15 +81,26 @@ _FORMS: dict[int, tuple[Form, ...]] = {
         Form(2, 64, 2, 1, True, False, 240, 24, (232, 40)),
     ),
 }
+# The same where a score_mod looks up elements of single scores.
+_IN_PIECES: dict[int, tuple[Form, ...]] = {
+    64: (Form(2, 128, 2, 2, True, False, 240, 24, (232, 40), pieces=True),),
+    128: (
+        Form(2, 128, 2, 1, True, True, 240, 24, (232, 40), pieces=True, lines=True, prefetch=True),
+    ),
+}
 
 
 @functools.lru_cache(maxsize=256)
-def forms(head_dim: int, value_dim: int, kv_block: int | None) -> tuple[Form, ...]:
-    """Forms to try, best first. kv_block: of the mask; a step lies in one block of keys."""
+def forms(
+    head_dim: int, value_dim: int, kv_block: int | None, pieces: bool = False
+) -> tuple[Form, ...]:
+    """Forms to try, best first. kv_block: of the mask; a step lies in one block of keys. pieces:
+    those that read captured elements so, if there are any."""
     width, value_width = covered(head_dim, value_dim), covered(value_dim, head_dim)
+    found = _IN_PIECES if pieces else _FORMS
     return tuple(
         form
-        for form in _FORMS[max(width, value_width)]
+        for form in found.get(max(width, value_width), ())
         if (kv_block is None or kv_block % form.tile_n == 0)
         and (value_width <= width or not form.out_in_q)
     )

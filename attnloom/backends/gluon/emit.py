@@ -236,6 +236,11 @@ def values_by(program: Program, by: Axes) -> list[int]:
     return writer.column if by == Axes.KV else writer.row
 
 
+def comes_in_pieces(program: Program, target: Target) -> bool:
+    """Whether any captured elements of single scores are loads of their own."""
+    return len(LevelWriter(program, "", target).pieces()) > 1
+
+
 def looks_up_lane_by_lane(program: Program, target: Target) -> bool:
     """Whether loads, or sums over captured rows, depend on query and key together and do not come
     in pieces."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
+from attnloom.backends.gluon.emit import comes_in_pieces
 from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
 from attnloom.backends.gluon.score_form import ScoreForm
 from attnloom.backends.registry import AttentionCall
@@ -27,6 +28,7 @@ class Sm90Config(KernelConfig):
     HAS_SCORE, HAS_BIAS: the score_mod has an inner part, and a linear bias (score_form.py).
     HAS_TAIL: the last keys of a tile are past KV_LEN. MAY_MASK: some tiles are masked.
     UNSCALED: x is the raw product.
+    PREFETCH: what single scores look up, in pieces, is loaded a step ahead.
     """
 
     STAGES: int
@@ -44,6 +46,7 @@ class Sm90Config(KernelConfig):
     HAS_TAIL: bool
     MAY_MASK: bool
     UNSCALED: bool
+    PREFETCH: bool
     SCORE_HEAD: JITFunction | None = None
     SCORE_ROW: JITFunction | None = None
     SCORE_COLUMN: JITFunction | None = None
@@ -91,9 +94,10 @@ def shared_fields(
     stages: int,
     narrow: bool,
     target: Target,
+    prefetch: bool,
 ) -> dict[str, Any]:
     """Those that both phases find alike. score: the parts of the call's score_mod. widths: D, DV.
-    narrow: see mask_target. target: see score_target."""
+    narrow: see mask_target. target: see score_target. prefetch: pieces, if there are any."""
     inner = None if score is None else score.inner
     bias = None if score is None else score.bias
     fragments: dict[str, Any] = {}
@@ -113,5 +117,6 @@ def shared_fields(
         "HAS_SCORE": inner is not None,
         "HAS_BIAS": bias is not None,
         "HAS_MASK": call.mask is not None,
+        "PREFETCH": prefetch and inner is not None and comes_in_pieces(inner, target),
         **fragments,
     }

@@ -54,7 +54,6 @@ class BackwardSm90Config(Sm90Config):
     FOLD: bool
     LATE: bool
     DEFERRED: bool
-    PREFETCH: bool
     DQ_REGISTERS: int
     NUM_ROWS: int
     ROW0: gl.dtype
@@ -160,8 +159,9 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     widths = width_of(query.size(3)), width_of(value.size(3))
     target = score_target(call, form, STEP)
     shared = shared_fields(
-        call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target
-    )
+        call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target,
+        prefetch=form.prefetch,
+    )  # fmt: skip
     has_score = shared["HAS_SCORE"]
     by_head = units > 1 and (mods.sinks is not None or tells_heads_apart(call))
     rows: tuple[gl.dtype, ...] = ()
@@ -190,7 +190,6 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         FOLD=form.fold,
         LATE=form.late,
         DEFERRED=form.deferred,
-        PREFETCH=form.prefetch and has_score,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         LOAD_REGISTERS=form.load_registers,

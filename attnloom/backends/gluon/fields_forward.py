@@ -38,7 +38,6 @@ class ForwardSm90Config(Sm90Config):
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
     PANELS: as many tiles of D or DV columns cover a head dimension.
-    PREFETCH: see forward_sm90.py.
     """
 
     CONSUMERS: int
@@ -47,7 +46,6 @@ class ForwardSm90Config(Sm90Config):
     PANELS: int
     OVERLAP: bool
     OUT_IN_Q: bool
-    PREFETCH: bool
     APART: bool
     NEEDS_KEYS: bool
     MAY_BE_EMPTY: bool
@@ -104,7 +102,9 @@ def config_of(
     load = form.column_registers if columns else (form.registers, form.load_registers)
     widths = form.columns(query.size(3)), form.columns(value.size(3))
     target = score_target(call, form, form.tile_m)
-    shared = shared_fields(call, score, widths, stages=form.stages, narrow=True, target=target)
+    shared = shared_fields(
+        call, score, widths, stages=form.stages, narrow=True, target=target, prefetch=form.prefetch
+    )
     return ForwardSm90Config(
         **shared,
         CONSUMERS=form.consumers,
@@ -113,7 +113,6 @@ def config_of(
         PANELS=form.panels,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
-        PREFETCH=form.prefetch and shared["HAS_SCORE"],
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],
         SUB=1 if blocks is None else per_block(blocks.kv_block, form.tile_n),

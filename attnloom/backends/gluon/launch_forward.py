@@ -16,7 +16,7 @@ from attnloom.backends.gluon import configs_forward, gate, merged_lists
 from attnloom.backends.gluon.configs_forward import ROWS, Form, covered
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.descriptors import Blank
-from attnloom.backends.gluon.emit import looks_up_lane_by_lane
+from attnloom.backends.gluon.emit import comes_in_pieces, looks_up_lane_by_lane
 from attnloom.backends.gluon.fields import mask_target, score_target
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
@@ -183,7 +183,8 @@ def _slower_mods(call: AttentionCall, fixed: bool) -> str | None:
     form = _in_order(call, fixed)[0]
     targets = score_target(call, form, form.tile_m), mask_target(call, narrow=True)
     for bound, target in zip((call.score, call.mask), targets, strict=True):
-        # lane by lane a full bias took 0.396 ms, the portable kernels 0.302 (H200)
+        # a full bias, D=64: lane by lane 0.396 ms, in the portable kernels 0.300, in pieces 0.291
+        # (H200)
         if bound is not None and looks_up_lane_by_lane(bound.program, target):
             return "a mod looks up a captured tensor for each score."
     return None
@@ -316,21 +317,31 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _
 
 def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
     """Forms to try for a call, best first. What a score_mod computes of scores takes registers, and
-    more of them a thread are worth more than a third consumer (soft-cap, D = 64: 3%, H200)."""
+    more of them a thread are worth more than a third consumer (soft-cap, D = 64: 3%, H200).
+    Elements of single scores come in pieces if they can; a form that reads them lane by lane is
+    none for "auto" (_slower_mods)."""
     score = form_of(call, fixed)
     if score is None or score.inner is None:
         return _forms(call)
-    return tuple(sorted(_forms(call), key=lambda form: form.consumers))
+    inner = score.inner
+    in_pieces = tuple(
+        form
+        for form in _forms(call, pieces=True)
+        if comes_in_pieces(inner, score_target(call, form, form.tile_m))
+    )
+    if in_pieces and call.options.backend == "auto":
+        return in_pieces
+    return (*in_pieces, *sorted(_forms(call), key=lambda form: form.consumers))
 
 
-def _forms(call: AttentionCall) -> tuple[Form, ...]:
+def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:
     dims = call.query.size(3), call.value.size(3)
     blocks = call.blocks
     if blocks is None:
-        return configs_forward.forms(*dims, None)
+        return configs_forward.forms(*dims, None, pieces)
     if blocks.q_block % ROWS:
         return ()
-    found = configs_forward.forms(*dims, blocks.kv_block)
+    found = configs_forward.forms(*dims, blocks.kv_block, pieces)
     if _size_class(blocks):
         found = tuple(f for f in found if not f.is_apart(blocks.q_block))
     return found

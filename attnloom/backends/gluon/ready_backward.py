@@ -40,9 +40,10 @@ from attnloom.backends.triton.refined import refined
 _INT32 = 2**31 - 1
 _PAIR = 2  # out, dout: operands of the preprocess
 _ROWS = NVMMASharedLayout(0, 32, 2)
-# By the wider of both as covered: what the products may do beyond heads' widths (D=96: 4.51 ms
-# padded to 128, 5.18 in the portable kernels, H200; narrower heads were not timed).
-_MOST_PADDING = {64: 1.2, 128: 1.34}
+# By the wider of both as covered: what the products may do beyond those of the portable kernels, a
+# column over a column (H200, causal, theirs in brackets: D=48 in 64 columns 2.69 ms (4.07), 80 in
+# 128 4.54 (4.84), 96 4.51 (5.18); nothing narrower was timed).
+_MOST_PADDING = {64: 4 / 3, 128: 1.6}
 _ALIGNED_WIDTH = 8  # elements of a half in the 16 bytes that TMA counts by
 
 
@@ -70,7 +71,7 @@ class Ready:
 def portable(call: AttentionCall) -> str | None:
     """Why the portable kernels compute this call's gradients; None if they do not."""
     if max(call.query.size(3), call.value.size(3)) > MAX_HEAD_DIM:
-        return f"heads are wider than {MAX_HEAD_DIM}: dk and dv do not fit the registers."
+        return f"heads are wider than {MAX_HEAD_DIM}: dk and dv do not fit the registers together."
     refused = refusal(call)
     if refused is None and call.options.backend == "auto":
         return slower(call)
@@ -106,7 +107,8 @@ def slower(call: AttentionCall) -> str | None:
     if adds_in_each_step(call):
         return "gradients of captured tensors are added to in every step."
     form = _form_of(call)
-    return slower_keys(call) or (None if form.persistent and form.fold else coarse(call))
+    seen_coarse = form.persistent and form.fold and max(widths) > 64
+    return slower_keys(call) or (None if seen_coarse else coarse(call))
 
 
 def slower_keys(call: AttentionCall) -> str | None:
@@ -121,16 +123,17 @@ def slower_keys(call: AttentionCall) -> str | None:
 
 def coarse(call: AttentionCall) -> str | None:
     """The same of masks that the portable kernels leave out more of. Programs that draw their tiles
-    were seen even with them, where they had no score_mod."""
+    were seen even with them, where they had no score_mod and heads of more than 64."""
     if refined(call) is not call:
         return "blocks of 64 leave out many scores of those of the mask."
     return None
 
 
 def _padded(head_dim: int, value_dim: int) -> float:
-    """How much more the products have to do than heads are wide: 3 along D, 2 along Dv."""
+    """How much more the products have to do than those of the portable kernels, which cover heads
+    more tightly: 3 along D, 2 along Dv."""
     done = 3 * width_of(head_dim) + 2 * width_of(value_dim)
-    return done / (3 * head_dim + 2 * value_dim)
+    return done / (3 * sum(configs.chunks(head_dim)) + 2 * sum(configs.chunks(value_dim)))
 
 
 def _units(query: torch.Tensor, key: torch.Tensor) -> int:
