@@ -16,7 +16,6 @@ from unittest import mock
 
 from attnloom.backends.gluon import configs_backward, configs_forward
 from attnloom.backends.triton.configs import Tile, clamped
-from attnloom.backends.triton.splits import Splitting
 from benchmarks.gpu_cases import GpuCase
 
 _UNLIMITED = 1 << 20
@@ -153,24 +152,6 @@ class PortableAdding(Change):
             (tables, "adds_queries", lambda device, shape: True),
             (tables, "adding_tiles", lambda device, shape: (_cut(self.keys, shape),)),
         ]
-
-
-@dataclass(frozen=True)
-class PortableSplits(Change):
-    """A way to divide keys of splits.py, perhaps with a tile of its own."""
-
-    splitting: Splitting
-    tile: Tile | None = None
-    backend = "triton"
-
-    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
-        from attnloom.backends.triton import launch_decode
-
-        changes: list[tuple[ModuleType, str, Any]] = [(launch_decode, "SPLITTING", self.splitting)]
-        if (tile := self.tile) is not None:
-            tables = launch_decode.configs
-            changes.append((tables, "decode_tiles", lambda device, shape: (_cut(tile, shape),)))
-        return changes
 
 
 _BACKWARD = GluonBackward | GluonWide | PortableBackward | PortableAdding

@@ -29,7 +29,6 @@ from benchmarks.candidates import (
     GluonForward,
     GluonWide,
     PortableForward,
-    PortableSplits,
 )
 from benchmarks.gpu_cases import GpuCase
 from tests.kernels import test_gluon_compile_backward as compile_backward
@@ -76,7 +75,7 @@ def test_candidates_fit(candidate: Candidate) -> None:
             made = {"backward": compile_backward.compiled(call)["backward_kernel"]}
         elif isinstance(change, GluonWide):
             made = {"backward": compile_backward.compiled_wide(call)["wide_kernel"]}
-        elif isinstance(change, PortableForward | PortableSplits):
+        elif isinstance(change, PortableForward):
             made = portable_forward.compiled("sm_90", call)
         else:
             made = portable_backward.compiled("sm_90", call)

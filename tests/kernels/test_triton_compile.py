@@ -22,7 +22,6 @@ from attnloom import PageTable
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
 from attnloom.backends.triton.launch import TritonBackend
-from attnloom.backends.triton.splits import Splitting
 from attnloom.ir.node import DType
 from attnloom.plan.problem import KernelOptions
 from attnloom.trace.tracer import trace_mask, trace_score
@@ -146,36 +145,6 @@ def test_a_merging_kernel_started_early_waits_before_it_reads(target):
     if target == "sm_90":
         assert second.index("griddepcontrol.wait") < second.index("ld.global")
         assert made["combine_kernel"].spills == 0
-
-
-def test_first_keys_are_asked_for_before_queries_are_read():
-    """Two tiles of 64 rows of two lines, keys and values, by 128 threads."""
-    with mock.patch.object(launch_decode, "SPLITTING", Splitting(ahead=True)):
-        text = compiled("sm_90", make_call(128, q_len=1, kv_len=65536))["decode_kernel"].text
-    assert text.count("prefetch.global.L2") == 4
-    assert text.rindex("prefetch.global.L2") < text.index("ld.global")
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-def test_the_last_program_sees_what_others_stored(target):
-    """Every thread's stores, a barrier, an addition that releases and acquires, and loads that pass
-    by the first-level cache."""
-    with mock.patch.object(launch_decode, "SPLITTING", Splitting(fused=True)):
-        made = compiled(target, make_call(64, q_len=1, kv_len=65536))
-    assert made.keys() == {"decode_kernel"}
-    text = made["decode_kernel"].text
-    if target == "gfx942":
-        order = ["s_barrier", "buffer_wbl2 sc1", "global_atomic_add", "buffer_inv sc1", "s_barrier"]
-    else:
-        assert text.count("atom.global") == 1
-        order = ["st.global.v4", "bar.sync", "atom.global.gpu.acq_rel.add", "bar.sync", "ld.global"]
-    start = text.index(order[2])
-    start = text.rindex(order[0], 0, start)
-    for instruction in order:
-        start = text.index(instruction, start) + 1
-    if target != "gfx942":
-        last = text[text.index("atom.global") :]
-        assert last.count("ld.global") == last.count("ld.global.cg")
 
 
 def paged_call(head_dim: int, page_size: int) -> AttentionCall:

@@ -21,7 +21,6 @@ from benchmarks.candidates import (
     PortableAdding,
     PortableBackward,
     PortableForward,
-    PortableSplits,
 )
 from tests.kernels.cross_compile import TARGETS
 
@@ -91,7 +90,7 @@ def test_tiles_of_candidates_are_cut_to_a_block(block: int) -> None:
                 shape = configs_backward.Shape(width, 2, block, block, False)
                 for name in NAMES:
                     check(getattr(configs_backward, name)(device, shape), block, block)
-            elif isinstance(candidate.change, PortableForward | PortableSplits):
+            elif isinstance(candidate.change, PortableForward):
                 limits = configs.Shape(width, 2, False, 16, block, 1 << 20)
                 check(configs.forward_tiles(device, limits), 16, block)
                 check(configs.decode_tiles(device, limits), 16, block)

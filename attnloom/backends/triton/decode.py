@@ -8,9 +8,9 @@ Glossary (more in forward.py)
 
 Parallelisation: one program a (key head, row chunk, split); each takes an equal share of the live
 key tiles, so that a sparse mask fills the device too. With one split the program writes the result
-itself; otherwise a second small kernel merges the splits, or the program that is done last (FUSED).
-The second may start beside the first, once all programs of that have begun, and waits until they
-are done (OVERLAPS: 3.5 us of 134 on an H200). See merge.py.
+itself; otherwise a second small kernel merges the splits (merge.py). It may start beside the first,
+once all programs of that have begun, and waits until they are done (OVERLAPS: 3.5 us of 134 on an
+H200).
 """
 
 import triton
@@ -28,7 +28,7 @@ from attnloom.backends.triton.forward import (
     raw_scores,
     score_context,
 )
-from attnloom.backends.triton.merge import merge_if_last, row_offsets
+from attnloom.backends.triton.merge import row_offsets
 
 
 @triton.jit
@@ -76,29 +76,14 @@ def _share(lists, b, h_kv, kv_len, split, num_splits, cfg: tl.constexpr):
     return first, start, stop
 
 
-@triton.jit
-def _ask_for(src, at, row, WIDTH: tl.constexpr, cfg: tl.constexpr):
-    """Have the rows of two tiles brought into the second-level cache, nobody waits for them."""
-    b, h, stride_b, stride_h, stride_l, length = at
-    LINE: tl.constexpr = 1024 // src.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    start = src + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
-    rows = tl.minimum(row + tl.arange(0, 2 * cfg.TILE_N), length - 1).to(tl.int64) * stride_l
-    for column in tl.static_range(0, WIDTH, LINE):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; // $0", "=r,l", [(start + rows + column).to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["lists", "score_args", "mask_args", "scale", "shape", "strides"])
 def decode_kernel(
-    q, key, value, k0, k1, k2, v0, v1, v2, out, lse, max_scores, partial_acc, partial_m, partial_l,
-    finished, lists, score_args, mask_args, scale, shape, strides, cfg: tl.constexpr,
+    q, k0, k1, k2, v0, v1, v2, out, lse, max_scores, partial_acc, partial_m, partial_l, lists,
+    score_args, mask_args, scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
     """shape = (Hq, GROUP, row chunks, splits, Q_LEN, KV_LEN, q_offset, kv_offset, kv batch step
     0/1, block that overhangs KV_LEN or -1); strides as in forward.py. lists = (entries, offsets
-    [units + 1], batch step, head step), see lists.py. finished: see `merge_if_last`. key, value:
-    as k0 and v0 without descriptors."""
+    [units + 1], batch step, head step), see lists.py."""
     if cfg.OVERLAPS:
         gdc_launch_dependents()
     k_src, v_src = (k0, k1, k2), (v0, v1, v2)
@@ -116,9 +101,6 @@ def decode_kernel(
     v_at = (b_kv, h_kv, whole(strides, 18), whole(strides, 21), whole(strides, 24), kv_len)
 
     first, start, stop = _share(lists, b, h_kv, kv_len, split, num_splits, cfg)
-    if cfg.AHEAD:
-        _ask_for(key, k_at, start * cfg.TILE_N, cfg.D, cfg)
-        _ask_for(value, v_at, start * cfg.TILE_N, cfg.DV, cfg)
     rows = chunk * cfg.TILE_M + tl.arange(0, cfg.TILE_M)
     num_rows = group * q_len
     inside = rows < num_rows
@@ -182,6 +164,3 @@ def decode_kernel(
     else:
         tl.store(partial_m + at, m_i, mask=inside)
         tl.store(partial_l + at, l_i, mask=inside)
-    if cfg.FUSED:
-        partials, outputs = (partial_acc, partial_m, partial_l), (out, lse, max_scores)
-        merge_if_last(partials, outputs, finished, unit, chunk, scale, shape, strides, cfg)

@@ -38,9 +38,7 @@ _TL = {
 class ForwardConfig(KernelConfig):
     """Everything that a forward or decode kernel is compiled for; see the glossary of forward.py.
 
-    SINGLE, OVERLAPS, FUSED, AHEAD: of decode.py and paged.py: one split; a second kernel starts
-    beside this one; see splits.Splitting.
-    SPLITS, ROWS, WIDTH: that a step of merging takes (FUSED), and Dv in lanes.
+    SINGLE, OVERLAPS: of decode.py and paged.py: one split; a second kernel starts beside this one.
     """
 
     TILE_M: int
@@ -75,11 +73,6 @@ class ForwardConfig(KernelConfig):
     MASK_BODY: JITFunction | None = None
     SINGLE: bool = False
     OVERLAPS: bool = False
-    FUSED: bool = False
-    AHEAD: bool = False
-    SPLITS: int = 1
-    ROWS: int = 1
-    WIDTH: int = 16
 
     __hash__ = KernelConfig.__hash__
 

@@ -16,7 +16,6 @@ from attnloom.backends.triton.arguments import (
     bind,
     stand_ins,
 )
-from attnloom.backends.triton.counters import counters
 from attnloom.backends.triton.decode import decode_kernel
 from attnloom.backends.triton.fields import (
     ForwardConfig,
@@ -34,8 +33,6 @@ from attnloom.backends.triton.preparation import (
     shape_class,
 )
 from attnloom.backends.triton.splits import (
-    SPLITTING,
-    fused_fields,
     merge_config,
     merge_options,
     num_splits,
@@ -45,20 +42,19 @@ from attnloom.backends.triton.splits import (
 MAX_ROWS = 64  # query heads of a group times queries that count as decode
 MAX_ROWS_IDLE = 128  # the same where a forward would leave processors idle
 _NO_LISTS = (0.0,) * 8
-_OPERANDS = 9  # q, key, value, k0 .. v2
+_OPERANDS = 7  # q, k0 .. v2
+_A_PROCESSOR = 2  # programs that share a processor
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
     """A launch but for its addresses; num_splits, num_rows: extent of the partial results.
 
-    merge: the second kernel, None where there is one split or the first one merges. num_counted:
-    counters that the first one needs for that.
+    merge: the second kernel, None where there is one split.
     """
 
     launch: Launcher
     merge: Launcher | None
-    num_counted: int
     tile: configs.Tile
     blanks: tuple[Triple, Triple] | None
     num_units: int
@@ -95,19 +91,11 @@ def _restart(
 ) -> Starter | None:
     shared = _shared(ready, tensors)
     args = _arguments(ready, call, tensors, shared, addressed)
-    own = shared[: 0 if ready.num_splits == 1 else 4 if ready.num_counted else 3]
+    own = shared if ready.num_splits > 1 else ()
     split = ready.launch.restart(args, (*sources, *own))
-    if split is None or ready.num_splits == 1:
+    if split is None or ready.merge is None:
         return split
-    scratch, device, count = _Scratch(ready, tensors), tensors.lse.device, ready.num_counted
-    if ready.merge is None:
-
-        def start_fused(stream: int, addresses: tuple[int, ...]) -> None:
-            room, parts = scratch.allocate()
-            split(stream, (*addresses, *parts, counters(device, count).data_ptr()))
-            del room  # the stream orders its next use
-
-        return start_fused
+    scratch = _Scratch(ready, tensors)
     args = _merging(ready, call, tensors, shared)
     merge = ready.merge.restart(args, (*tensors.outputs(), *own))
     if merge is None:
@@ -117,7 +105,7 @@ def _restart(
         room, parts = scratch.allocate()
         split(stream, addresses + parts)
         merge(stream, addresses[-3:] + parts)
-        del room
+        del room  # the stream orders its next use
 
     return start
 
@@ -126,7 +114,7 @@ class _Scratch:
     """Memory for partial results."""
 
     def __init__(self, ready: _Ready, tensors: Tensors) -> None:
-        parts = _shared(ready, tensors)[:3]
+        parts = _shared(ready, tensors)
         room = parts[0]._base
         assert room is not None
         self._like = room.new_empty(1).expand(room.shape)
@@ -166,8 +154,8 @@ def _arguments(
         found = group_lists(call.blocks, call.query.size(1) // key.size(1))
         lists = (found.entries, found.offsets, *found.steps)
     return (
-        tensors.query, key, value, *sources, *tensors.outputs(), *shared, lists,
-        bind(call.score), bind(call.mask), pack_double(call.scale), ready.shape, ready.strides,
+        tensors.query, *sources, *tensors.outputs(), *shared, lists, bind(call.score),
+        bind(call.mask), pack_double(call.scale), ready.shape, ready.strides,
     )  # fmt: skip
 
 
@@ -176,18 +164,15 @@ def _merging(
 ) -> tuple[object, ...]:
     """Of combine_kernel but for its config."""
     scale = pack_double(call.scale)
-    return (*shared[:3], *tensors.outputs(), scale, ready.shape, ready.strides)
+    return (*shared, *tensors.outputs(), scale, ready.shape, ready.strides)
 
 
 def _shared(ready: _Ready, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    """What programs leave each other: partial_acc, partial_m, partial_l and `finished`. A kernel
-    needs an address too of what it does not use."""
-    lse = tensors.lse
+    """What programs leave the second kernel: partial_acc, partial_m and partial_l. A kernel needs
+    addresses too of what it does not use."""
     if ready.num_splits == 1:
-        return (lse,) * 4
-    partial = partial_results(ready.num_units * ready.num_splits * ready.num_rows, tensors)
-    finished = counters(lse.device, ready.num_counted) if ready.num_counted else lse
-    return (*partial, finished)
+        return (tensors.lse,) * 3
+    return partial_results(ready.num_units * ready.num_splits * ready.num_rows, tensors)
 
 
 def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Ready:
@@ -200,7 +185,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     splits = num_splits(
         num_units * num_chunks,
         -(-key.size(2) // tile.tile_n),
-        SPLITTING.a_processor * device.num_processors,
+        _A_PROCESSOR * device.num_processors,
     )
     shape = (
         heads,
@@ -214,24 +199,18 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         0 if key.size(0) == 1 else 1,
         overhanging_block(call),
     )
-    fused = {}
-    if SPLITTING.fused and splits > 1:
-        fused = fused_fields(tensors.value.size(3), min(num_rows, tile.tile_m))
     config = ForwardConfig(
         **phase_fields(call, tensors, tile),
         SINGLE=splits == 1,
-        AHEAD=SPLITTING.ahead and blocks is None and device.can_overlap,
-        OVERLAPS=splits > 1 and not fused and device.can_overlap,
-        **fused,
+        OVERLAPS=splits > 1 and device.can_overlap,
     )
     merge = None
-    if splits > 1 and not fused:
+    if splits > 1:
         merged = merge_config(config, splits)
         merge = Launcher(combine_kernel, merged, num_units * num_rows, merge_options(merged))
     return _Ready(
         Launcher(decode_kernel, config, num_units * num_chunks * splits, tile.options, _OPERANDS),
         merge,
-        num_units * num_chunks if fused else 0,
         tile,
         key_value_blanks(config, tensors, tile.tile_n),
         num_units,

@@ -18,23 +18,6 @@ _FEW = 16  # up to here all in one step; a kernel for each power of two would be
 _MERGED_ELEMENTS = 8192  # of partial_acc at once: 64 registers a thread of 4 warps
 
 
-@dataclass(frozen=True, slots=True)
-class Splitting:
-    """How keys are divided and merged; results differ by rounding alone.
-
-    fused: the program of a key head that is done last merges, instead of a second kernel.
-    ahead: a program asks for its first keys and values before it reads its queries.
-    a_processor: programs that share a processor.
-    """
-
-    fused: bool = False
-    ahead: bool = False
-    a_processor: int = 2
-
-
-SPLITTING = Splitting()
-
-
 @dataclass(frozen=True, repr=False)
 class MergeConfig(KernelConfig):
     """What the merging kernel is compiled for. SPLITS: that a step takes. WIDTH: DV in lanes.
@@ -66,14 +49,6 @@ def merge_config(config: ForwardConfig, splits: int) -> MergeConfig:
         SPLITS=_FEW if splits <= _FEW else many,
         **{name: value_of(config, name) for name in _SHARED},
     )
-
-
-def fused_fields(value_dim: int, num_rows: int) -> dict[str, Any]:
-    """Fields of ForwardConfig for kernels that merge themselves: how much a step takes."""
-    width = triton.next_power_of_2(value_dim)
-    rows = min(triton.next_power_of_2(num_rows), max(1, _MERGED_ELEMENTS // (2 * width)))
-    splits = max(1, _MERGED_ELEMENTS // (rows * width))
-    return {"FUSED": True, "SPLITS": splits, "ROWS": rows, "WIDTH": width}
 
 
 def merge_options(config: MergeConfig) -> dict[str, Any]:
