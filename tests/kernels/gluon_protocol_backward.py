@@ -14,6 +14,7 @@ from attnloom.backends.gluon import (
     backward_jobs,
     backward_load,
     backward_math,
+    backward_products,
     backward_rows,
     backward_shared,
     backward_sm90,
@@ -32,8 +33,8 @@ from tests.kernels.gluon_world import (
 )
 
 MODULES = (
-    backward_dq, backward_jobs, backward_load, backward_math, backward_rows, backward_shared,
-    backward_sm90, rings,
+    backward_dq, backward_jobs, backward_load, backward_math, backward_products, backward_rows,
+    backward_shared, backward_sm90, rings,
 )  # fmt: skip
 TILE_M, HALF, LINES = 4, 4, 8
 HEADS, GROUP = 4, 2
@@ -183,7 +184,7 @@ class Backward:
         start_scores, start_dq, give, keys_of, queries_of = (
             found[name]
             for name in (
-                "_start_scores", "start_dq", "give_ds", "_keys_of_tile", "_queries_of_tile",
+                "start_scores", "start_dq", "give_ds", "_keys_of_tile", "_queries_of_tile",
             )
         )  # fmt: skip
         tma = SimpleNamespace(store_wait=self._wait_for_stores)
@@ -197,7 +198,7 @@ class Backward:
             "placed": self._placed,
             "_keys_of_tile": self._within(keys_of, 2),
             "_queries_of_tile": self._within(queries_of, 3),
-            "_start_scores": self._counting(start_scores),
+            "start_scores": self._counting(start_scores),
             "start_dq": self._counting(start_dq),
             "give_ds": lambda mem, n, ds, which, cfg: give(mem, n, ("ds", n, which), which, cfg),
             "add_dq": self._add_dq,

@@ -7,12 +7,12 @@ import functools
 from typing import Any
 
 from attnloom.backends.gluon import (
+    backward_dq,
     backward_load,
     backward_math,
+    backward_products,
     backward_shared,
-    backward_sm90,
     backward_wide,
-    backward_wide_load,
     rings,
 )
 from tests.kernels.gluon_protocol_backward import HALF, HEADS, TILE_M, Backward, Visit
@@ -20,9 +20,10 @@ from tests.kernels.gluon_world import Int, Nothing, ProtocolError, held, play, s
 
 # Where two have a function of one name, that of the first counts.
 MODULES = (
-    backward_wide, backward_wide_load, backward_load, backward_math, backward_shared,
-    backward_sm90, rings,
+    backward_wide, backward_dq, backward_load, backward_math, backward_products, backward_shared,
+    rings,
 )  # fmt: skip
+PANEL, MIDDLE = "panel", "half of the middle panel"
 Panels = list[tuple[str, int, int, int, int]]
 
 
@@ -51,15 +52,16 @@ class Wide(Backward):
     def run(self) -> None:
         cfg, at = self.cfg, self.places[0]
         with held(MODULES, self.names()):
-            mem = backward_wide_load.allocate(cfg)
-            load = backward_wide_load.load_steps
+            mem = backward_shared.allocate(cfg)
+            load = backward_load.load_tile
             roles = {"load": functools.partial(load, "q", "do", "k", "v", "stats", mem, at, cfg)}
             for which in range(2):
                 roles[("keys", "keys 1")[which]] = functools.partial(
                     self._keys, backward_wide._own_keys, mem, at, which
                 )
             play(self.world, [(role, 0, name == self.laggard) for name, role in roles.items()])
-        if sorted(self.added) != [(n, half) for n in range(len(self.steps)) for half in (0, 1)]:
+        halves = [half for half in (0, 1) for _ in (PANEL, MIDDLE)]
+        if sorted(self.added) != [(n, half) for n in range(len(self.steps)) for half in halves]:
             raise ProtocolError(f"dq of {len(self.added)} of {len(self.steps)} steps was added")
         rows = [row for row in (0, HALF) for _ in range(cfg.PANELS)]
         if sorted(self.left) != [("dk", row) for row in rows]:
@@ -107,18 +109,19 @@ class Wide(Backward):
     def names(self) -> dict[str, Any]:
         found = stand_ins(self.world, 1, MODULES)
         start_scores, start_dq, give = (
-            found[name] for name in ("_start_scores", "_start_dq", "give_ds")
+            found[name] for name in ("start_scores", "_start_dq", "give_ds")
         )
         return found | {
             "KEYS": 2 * HALF,
             "HALF": HALF,
             "LINES": 8,
             "tma": _Stores(self._wait_for_stores),
-            "_start_scores": self._counting(start_scores),
+            "start_scores": self._counting(start_scores),
             "_start_dq": self._counting(start_dq),
             "give_ds": lambda mem, n, ds, which, cfg: give(mem, n, ("ds", n, which), which, cfg),
-            "_add_dq": self._add_dq,
-            "_places": lambda *_: None,
+            "add_dq": self._add_dq,
+            "MIDDLE": 2,
+            "dq_places": lambda first, columns, cfg: PANEL if columns == cfg.D else MIDDLE,
             "contexts": lambda _, __, b, h, *rest: (int(b), int(h)),
             "look_up": lambda context, corner, _: (context, tuple(map(int, corner))),
             "modified": self._modified,
@@ -131,21 +134,17 @@ class Wide(Backward):
             "barrier": lambda: None,
         }
 
-    def _add_dq(self, _: Any, __: Any, line: int, ___: Any, ____: Any) -> None:
-        """The last four products of dq are those of the step that the line belongs to."""
+    def _add_dq(self, _: Any, part: str, line: int, ___: Any, ____: Any) -> None:
+        """The last four products of dq are those of the step that the line belongs to, the columns
+        of the consumer's panel first."""
         own = self.world.own
-        found = [
-            reads for reads in own.log if len(reads) == 2 and reads[0] and reads[0][0] == "ds"
-        ][-4:]
-        if len(found) < 4:
-            raise ProtocolError(f"dq of line {line} is of {found}")
+        found = [reads for reads in own.log if len(reads) == 2 and reads[0] and reads[0][0] == "ds"]
+        found = found[-4:][:2] if part == PANEL else found[-2:]
+        if not found:
+            raise ProtocolError(f"dq of line {line} is of no dscore")
         n = found[0][0][1]
-        panels = (2 * own.which, 1)
-        products = [
-            [("ds", n, i), ("k", 0, 1, i * HALF, panel * self.cfg.D)]
-            for panel in panels
-            for i in range(2)
-        ]
+        panel = 2 * own.which if part == PANEL else 1
+        products = [[("ds", n, i), ("k", 0, 1, i * HALF, panel * self.cfg.D)] for i in range(2)]
         if found != products or self.steps[n][-1] != line:
             raise ProtocolError(f"dq of line {line} is of {found}")
         with self.world.changed:

@@ -20,6 +20,7 @@ def form(**changed: Any) -> SimpleNamespace:
         TILE_M=TILE_M, STAGES=2, LOG_STAGES=1, D=2 * HALF, DV=2 * HALF, OPERAND=None, SUB=2,
         TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_SCORE=False,
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
+        PANELS=1, VALUE_PANELS=1, STEPS_PAST_END=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
         FOLD=False, LATE=False, PREFETCH=False, DEFERRED=False, NUM_ROWS=0, ROW0="int32",
         MASK_HEAD=lambda *_: None, MASK_ROW=lambda args, head, b, h, queries: (queries,),
@@ -127,9 +128,9 @@ def rows_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
 def queries_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
     def start_dp(mem, n, own, layout, cfg):
         names["mbarrier"].arrive(mem.do_empty.index(names["slot_of"](n, cfg)))
-        return names["_start_dp"](mem, n, own, layout, cfg)
+        return names["start_dp"](mem, n, own, layout, cfg)
 
-    return {"_start_dp": start_dp}
+    return {"start_dp": start_dp}
 
 
 def pieces_of_this_step(names: dict[str, Any]) -> dict[str, Any]:

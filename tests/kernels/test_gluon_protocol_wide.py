@@ -22,6 +22,7 @@ def form(**changed: Any) -> SimpleNamespace:
         TILE_M=TILE_M, STAGES=2, LOG_STAGES=1, D=4, DV=4, PANELS=3, VALUE_PANELS=2, OPERAND=None,
         SUB=2, TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_MASK=True, HAS_TAIL=True,
         MAY_MASK=True, NEEDS_QUERIES=True, BY_HEAD=False, FOLD=False, PERSISTENT=False,
+        KV_STAGES=1, STEPS_PAST_END=False, DQ_APART=False, NUM_ROWS=0,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -75,9 +76,9 @@ def gradients_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
 
     def start_dp(mem, n, which, layout, cfg):
         names["mbarrier"].arrive(mem.do_empty.index(names["slot_of"](n, cfg)))
-        return names["_start_dp"](mem, n, which, layout, cfg)
+        return names["start_dp"](mem, n, which, layout, cfg)
 
-    return {"_start_dp": start_dp}
+    return {"start_dp": start_dp}
 
 
 def keys_left_early(names: dict[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,18 @@ def start_dq(mem, n, kv, which, cfg: gl.constexpr):
 @gluon.jit
 def _start_dq_columns(mem, n, kv, HALF_OF_THEM: gl.constexpr, cfg: gl.constexpr):
     WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    slot = n & 1
     k0, k1 = mem.k.index(kv), mem.k.index(kv + 1)
     if not cfg.DQ_APART:
         k0 = k0.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
         k1 = k1.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
+    return dq_product(mem, n, k0, k1, WIDTH, cfg)
+
+
+@gluon.jit
+def dq_product(mem, n, k0, k1, WIDTH: gl.constexpr, cfg: gl.constexpr):
+    """dscore . k of a step over both halves of the keys, WIDTH columns of them: two products."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    slot = n & 1
     ds0, ds1 = mem.ds.index(slot * 2), mem.ds.index(slot * 2 + 1)
     acc = gl.zeros([cfg.TILE_M, WIDTH], gl.float32, L)
     dq = warpgroup_mma(ds0.permute((1, 0)), k0, acc, use_acc=False, is_async=True)
@@ -52,21 +58,21 @@ def _start_dq_columns(mem, n, kv, HALF_OF_THEM: gl.constexpr, cfg: gl.constexpr)
 
 
 @gluon.jit
-def dq_places(which, cfg: gl.constexpr):
-    """Where the accumulators of dq go, but for the line: every four registers of a lane, 2 x 2
-    elements, share one address of 16 bytes. Layout: backward_around.py."""
-    WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
+def dq_places(first, WIDTH: gl.constexpr, cfg: gl.constexpr):
+    """Where the accumulators of WIDTH columns of dq from `first` on go, but for the line: every
+    four registers of a lane, 2 x 2 elements, share one address of 16 bytes. Layout:
+    backward_around.py."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     r = gl.arange(0, cfg.TILE_M, gl.SliceLayout(1, L))[:, None]
-    c = gl.arange(0, WIDTH, gl.SliceLayout(0, L))[None, :] + which * WIDTH
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, L))[None, :] + first
     lane = (r % 8) * 4 + (c % 8) // 2
     return (((c // 8) * 4 + r // 16) * 128 + lane * 4).to(gl.int64) * 4
 
 
 @gluon.jit
 def add_dq(dq_ptr, places, line, dq, cfg: gl.constexpr):
-    """Add a step's dq to memory, 16 bytes a lane."""
-    start = (dq_ptr + line.to(gl.int64) * cfg.D).to(gl.int64)
+    """Add columns of a step's dq to memory, 16 bytes a lane."""
+    start = (dq_ptr + line.to(gl.int64) * (cfg.PANELS * cfg.D)).to(gl.int64)
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$8], {$4, $5, $6, $7};"
         "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
@@ -107,7 +113,7 @@ def _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg: gl.constexpr):
 @gluon.jit
 def own_queries(mem, plan, mine, dq_ptr, cfg: gl.constexpr):
     """The partition of dq, if it has one."""
-    places = dq_places(0, cfg)
+    places = dq_places(0, cfg.D, cfg)
     if cfg.PERSISTENT:
         n = 0
         num = 0

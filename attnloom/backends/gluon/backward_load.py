@@ -28,49 +28,54 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg: gl.c
     M: gl.constexpr = cfg.TILE_M
     slot, phase = slot_of(n, cfg), phase_of(n, cfg) ^ 1
     line = (b * at.heads + h) * at.pitch + row
-    # a block may reach past Q_LEN by whole steps, whose statistics would be another head's
-    line = gl.where(row < at.q_len, line, at.spare)
+    if cfg.STEPS_PAST_END:
+        line = gl.where(row < at.q_len, line, at.spare)
     full = mem.q_full.index(slot)
     mbarrier.wait(mem.q_empty.index(slot), phase)
     put(mem.tags.index(slot), row * 2 + partial)
     if cfg.NUM_ROWS > 0:
         mbarrier.arrive(mem.tag_full.index(slot), count=1)
     put(mem.lines.index(n & (LINES - 1)), line)
-    mbarrier.expect(full, M * cfg.D * 2 + M * 4)
-    q_box = box(mem.q.index(slot), M, cfg.D, cfg)
-    bi.async_load(q_desc, [b, h, row, 0], full, q_box)
-    bi.async_load(stats, [0, line], full, line_of(mem.lse.index(slot), cfg))
+    mbarrier.expect(full, M * cfg.PANELS * cfg.D * 2 + M * 4)
+    for i in gl.static_range(cfg.PANELS):
+        panel = box(mem.q.index(slot * cfg.PANELS + i), M, cfg.D, cfg)
+        bi.async_load(q_desc, [b, h, row, i * cfg.D], full, panel)
+    bi.async_load(stats, [0, line], full, _line_of(mem.lse.index(slot), cfg))
     full = mem.do_full.index(slot)
     mbarrier.wait(mem.do_empty.index(slot), phase)
-    mbarrier.expect(full, M * cfg.DV * 2 + M * 4)
-    do_box = box(mem.dout.index(slot), M, cfg.DV, cfg)
-    bi.async_load(do_desc, [b, h, row, 0], full, do_box)
-    bi.async_load(stats, [1, line], full, line_of(mem.delta.index(slot), cfg))
+    mbarrier.expect(full, M * cfg.VALUE_PANELS * cfg.DV * 2 + M * 4)
+    for i in gl.static_range(cfg.VALUE_PANELS):
+        panel = box(mem.dout.index(slot * cfg.VALUE_PANELS + i), M, cfg.DV, cfg)
+        bi.async_load(do_desc, [b, h, row, i * cfg.DV], full, panel)
+    bi.async_load(stats, [1, line], full, _line_of(mem.delta.index(slot), cfg))
 
 
 @gluon.jit
-def line_of(row, cfg: gl.constexpr):
+def _line_of(row, cfg: gl.constexpr):
     return bi.reinterpret(row, gl.float32, [1, cfg.TILE_M], gl.NVMMASharedLayout(0, 32, 2))
 
 
 @gluon.jit
 def _load_keys(k_desc, v_desc, mem, at, num, cfg: gl.constexpr):
     """Keys and values of the num-th tile. Their place is free once its job could be given."""
+    P: gl.constexpr = cfg.PANELS
+    VP: gl.constexpr = cfg.VALUE_PANELS
     slot = keys_slot(num, cfg)
     full = mem.kv_full.index(slot)
-    mbarrier.expect(full, 2 * HALF * (cfg.D + cfg.DV) * 2)
+    mbarrier.expect(full, 2 * HALF * (P * cfg.D + VP * cfg.DV) * 2)
     for i in gl.static_range(2):
         row = at.start + i * HALF
-        k_box = box(mem.k.index(slot * 2 + i), HALF, cfg.D, cfg)
-        v_box = box(mem.v.index(slot * 2 + i), HALF, cfg.DV, cfg)
-        bi.async_load(k_desc, [at.b_kv, at.h_kv, row, 0], full, k_box)
-        bi.async_load(v_desc, [at.b_kv, at.h_kv, row, 0], full, v_box)
+        for j in gl.static_range(P):
+            panel = box(mem.k.index((slot * 2 + i) * P + j), HALF, cfg.D, cfg)
+            bi.async_load(k_desc, [at.b_kv, at.h_kv, row, j * cfg.D], full, panel)
+        for j in gl.static_range(VP):
+            panel = box(mem.v.index((slot * 2 + i) * VP + j), HALF, cfg.DV, cfg)
+            bi.async_load(v_desc, [at.b_kv, at.h_kv, row, j * cfg.DV], full, panel)
 
 
 @gluon.jit
-def load_all_steps(q_desc, do_desc, stats, mem, at, n, LOAD_STEP: gl.constexpr, cfg: gl.constexpr):
-    """All steps of a tile, the first of which is number n; the number after the last. LOAD_STEP:
-    the function that asks for one step's copies."""
+def _load_steps(q_desc, do_desc, stats, mem, at, n, cfg: gl.constexpr):
+    """All steps of a tile, the first of which is number n; the number after the last."""
     # keys past KV_LEN are zeros, whose exponents may be infinite
     overhangs = (at.start + KEYS > at.kv_len).to(gl.int32) if cfg.HAS_TAIL else 0
     for unit in range(0, at.units):
@@ -83,14 +88,21 @@ def load_all_steps(q_desc, do_desc, stats, mem, at, n, LOAD_STEP: gl.constexpr, 
                 row = ((entry >> 1) * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)) * cfg.TILE_M
                 partial = (entry & 1) | overhangs
                 entry = gl.load(at.entries + gl.minimum((t + 1) // cfg.SUB, last - 1))
-                LOAD_STEP(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
+                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
                 n += 1
         else:
             for row in range(0, at.q_len, cfg.TILE_M):
                 partial = 1 if cfg.HAS_MASK else overhangs
-                LOAD_STEP(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
+                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
                 n += 1
     return n
+
+
+@gluon.jit
+def load_tile(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexpr):
+    """The partition of the producer in a program of one tile."""
+    _load_keys(k_desc, v_desc, mem, at, 0, cfg)
+    _load_steps(q_desc, do_desc, stats, mem, at, bi.scalar(0, gl.int32), cfg)
 
 
 @gluon.jit
@@ -108,7 +120,7 @@ def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
             at = placed(plan, found, cfg)
             give_job(mem, num, found[0], at.b_kv, at.h_kv, all_steps(at, cfg))
             _load_keys(k_desc, v_desc, mem, at, num, cfg)
-            n = load_all_steps(q_desc, do_desc, stats, mem, at, n, _load_step, cfg)
+            n = _load_steps(q_desc, do_desc, stats, mem, at, n, cfg)
             num += 1
             t = gl.atomic_add(counter, 1, sem="relaxed")
         give_job(mem, num, -1, 0, 0, 0)
@@ -117,5 +129,4 @@ def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
             gl.store(counter, 0)
     else:
         at = placed(plan, mine, cfg)
-        _load_keys(k_desc, v_desc, mem, at, 0, cfg)
-        load_all_steps(q_desc, do_desc, stats, mem, at, bi.scalar(0, gl.int32), _load_step, cfg)
+        load_tile(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)

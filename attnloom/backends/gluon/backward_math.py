@@ -20,6 +20,8 @@ from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.backward_rows import read_rows
 from attnloom.backends.gluon.backward_shared import HALF
+from attnloom.backends.gluon.builtins import exp2_fast
+from attnloom.backends.gluon.rings import get, slot_of
 
 
 @gluon.jit
@@ -92,6 +94,48 @@ def modified(s, context, sinks, pieces, first, queries, keys, factor, cfg: gl.co
     if cfg.HAS_BIAS:
         s = s + bias[2][:, None]
     return s, rest
+
+
+@gluon.jit
+def queries_of(mem, slot, L: gl.constexpr, cfg: gl.constexpr):
+    """(queries of a step, the first one, whether the mask is to be applied)."""
+    queries = gl.arange(0, cfg.TILE_M, gl.SliceLayout(0, L))
+    partial, row = False, 0
+    if cfg.NEEDS_QUERIES:
+        tag = get(mem.tags.index(slot))
+        row = tag >> 1
+        queries += row
+        partial = (tag & 1) != 0
+    return queries, row, partial
+
+
+@gluon.jit
+def probabilities(
+    s, context, sinks, pieces, corner, mem, n, queries, keys, partial, numbers, cfg: gl.constexpr
+):
+    """(p, as `modified`) of the raw scores of step n. numbers = (factor, base, KV_LEN, the
+    consumer's first key, q_offset, kv_offset)."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
+    factor, base, kv_len, first, q_offset, kv_offset = numbers
+    x, rest = modified(s, context, sinks, pieces, corner, queries, keys, factor, cfg)
+    exponent = x * base
+    if not cfg.FOLD:
+        less = mem.lse.index(slot_of(n, cfg)).load(gl.SliceLayout(0, L))
+        less = subtrahend(less, context, queries, first, base, cfg)
+        exponent = exponent - less[None, :]
+    p = exp2_fast(exponent)
+    if cfg.MAY_MASK:
+        if partial:
+            p = masked(p, context, mem, n, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+    return p, rest
+
+
+@gluon.jit
+def less_delta(dp, mem, slot, L: gl.constexpr, cfg: gl.constexpr):
+    """dP of a step less delta, which FOLD has begun from."""
+    if not cfg.FOLD:
+        dp = dp - mem.delta.index(slot).load(gl.SliceLayout(0, L))[None, :]
+    return dp
 
 
 @gluon.jit

@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from attnloom.backends.gluon.builtins import async_store, barrier
+from attnloom.backends.gluon.rings import box
 from attnloom.backends.triton.device_math import whole32
 
 KEYS = gl.constexpr(128)  # of a program
@@ -27,8 +29,8 @@ class Shared:
     """Tiles and barriers in shared memory.
 
     k, v: [KV_STAGES * 2, HALF, D], slot * 2 + consumer; also where dk and dv leave from.
-    q, dout: [STAGES, TILE_M, D]. lse, delta: [STAGES, TILE_M]. tags: [STAGES, 1].
-    lines: [LINES, 1].
+    q, dout: [STAGES, TILE_M, D]. Heads in panels have PANELS or VALUE_PANELS entries for each of
+    these, side by side. lse, delta: [STAGES, TILE_M]. tags: [STAGES, 1]. lines: [LINES, 1].
     ds: [4, HALF, TILE_M], slot * 2 + consumer. ds_empty is for whoever computes dq to say.
     jobs: [2, 4], see backward_jobs.py. row0, row1: up to two of [STAGES, TILE_M], see
     backward_rows.py.
@@ -133,6 +135,10 @@ def allocate(cfg: gl.constexpr):
     SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     KV: gl.constexpr = cfg.KV_STAGES
+    P: gl.constexpr = cfg.PANELS
+    VP: gl.constexpr = cfg.VALUE_PANELS
+    # programs of heads in panels draw no tiles and look up no rows
+    ALONE: gl.constexpr = cfg.PANELS > 1
     LOOKS_UP: gl.constexpr = 1 if cfg.NUM_ROWS > 0 else 0
     READERS: gl.constexpr = (3 if cfg.DQ_APART else 2) + LOOKS_UP
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
@@ -142,16 +148,16 @@ def allocate(cfg: gl.constexpr):
     if cfg.NUM_ROWS > 1:
         row1 = gl.allocate_shared_memory(cfg.ROW1, [S, M], SCALARS)
     mem = Shared(
-        gl.allocate_shared_memory(cfg.OPERAND, [KV * 2, HALF, cfg.D], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [KV * 2, HALF, cfg.DV], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [S, M, cfg.D], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [S, M, cfg.DV], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * P, HALF, cfg.D], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * VP, HALF, cfg.DV], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [S * P, M, cfg.D], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [S * VP, M, cfg.DV], TILES),
         gl.allocate_shared_memory(cfg.OPERAND, [4, HALF, M], TILES),
         gl.allocate_shared_memory(gl.float32, [S, M], ROWS),
         gl.allocate_shared_memory(gl.float32, [S, M], ROWS),
         tags,
         gl.allocate_shared_memory(gl.int32, [LINES, 1], SCALARS),
-        gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
+        tags if ALONE else gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
         row0,
         row1,
         gl.allocate_shared_memory(gl.int64, [KV, 1], BARRIERS),
@@ -161,10 +167,10 @@ def allocate(cfg: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        tags if ALONE else gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        tags if ALONE else gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        tags if ALONE else gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        tags if ALONE else gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
     )
     for i in gl.static_range(KV):
         mbarrier.init(mem.kv_full.index(i), count=1)
@@ -173,13 +179,15 @@ def allocate(cfg: gl.constexpr):
         mbarrier.init(mem.q_empty.index(i), count=2 + LOOKS_UP)
         mbarrier.init(mem.do_full.index(i), count=1)
         mbarrier.init(mem.do_empty.index(i), count=2 + LOOKS_UP)
-        mbarrier.init(mem.tag_full.index(i), count=1)
-        mbarrier.init(mem.row_full.index(i), count=1)
+        if not ALONE:
+            mbarrier.init(mem.tag_full.index(i), count=1)
+            mbarrier.init(mem.row_full.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(mem.ds_full.index(i), count=2)
         mbarrier.init(mem.ds_empty.index(i), count=1 if cfg.DQ_APART else 2)
-        mbarrier.init(mem.job_full.index(i), count=1)
-        mbarrier.init(mem.job_empty.index(i), count=READERS)
+        if not ALONE:
+            mbarrier.init(mem.job_full.index(i), count=1)
+            mbarrier.init(mem.job_empty.index(i), count=READERS)
     fence_async_shared()
     return mem
 
@@ -270,3 +278,34 @@ def all_steps(at, cfg: gl.constexpr):
         for unit in range(0, at.units):
             total += steps_of(at, unit, cfg)
     return total
+
+
+@gluon.jit
+def parts_of(at, cfg: gl.constexpr):
+    """Number of parts of a tile that have contexts of their own: units, or all at once."""
+    if cfg.BY_HEAD:
+        return at.units
+    else:
+        return 1
+
+
+@gluon.jit
+def steps_in(at, part, total, cfg: gl.constexpr):
+    """Number of steps of a part."""
+    if cfg.BY_HEAD:
+        return steps_of(at, part, cfg)
+    else:
+        return total
+
+
+@gluon.jit
+def leave(desc, tiles, first, panels, scale, place, WIDTH: gl.constexpr, cfg: gl.constexpr):
+    """A consumer's dk or dv, scaled, to memory by way of its keys' or values' place from `first`
+    on. place = (b, h, first row)."""
+    b, h, row = place
+    for i in gl.static_range(len(panels)):
+        tiles.index(first + i).store((panels[i] * scale).to(cfg.OPERAND))
+    fence_async_shared()
+    barrier()
+    for i in gl.static_range(len(panels)):
+        async_store(desc, [b, h, row, i * WIDTH], box(tiles.index(first + i), HALF, WIDTH, cfg))

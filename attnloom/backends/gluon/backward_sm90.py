@@ -45,12 +45,13 @@ from attnloom.backends.gluon.backward_math import (
     contexts,
     dscores,
     first_sums,
+    less_delta,
     look_up,
-    masked,
-    modified,
-    subtrahend,
+    probabilities,
+    queries_of,
     weighted,
 )
+from attnloom.backends.gluon.backward_products import give_ds, start_dp, start_scores
 from attnloom.backends.gluon.backward_rows import write_rows
 from attnloom.backends.gluon.backward_shared import (
     HALF,
@@ -61,53 +62,16 @@ from attnloom.backends.gluon.backward_shared import (
     find_tile,
     keys_phase,
     keys_slot,
+    leave,
+    parts_of,
     placed,
     plan_of,
-    steps_of,
+    steps_in,
     unit_of,
 )
-from attnloom.backends.gluon.builtins import async_store, barrier, exp2_fast
-from attnloom.backends.gluon.rings import box, get, phase_of, slot_of
+from attnloom.backends.gluon.builtins import barrier
+from attnloom.backends.gluon.rings import get, phase_of, slot_of
 from attnloom.backends.triton.device_math import whole32
-
-
-@gluon.jit
-def product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
-    """a . b^T, started. FOLD: onto a row of column values."""
-    if cfg.FOLD:
-        # -0.0 + x is x, so that this is a broadcast
-        acc = gl.full([HALF, cfg.TILE_M], -0.0, gl.float32, L) + init[None, :]
-        return warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
-    else:
-        acc = gl.zeros([HALF, cfg.TILE_M], gl.float32, L)
-        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _start_scores(mem, n, base, own, L: gl.constexpr, cfg: gl.constexpr):
-    """k . q^T of a step, less lse if FOLD. own: where the consumer's keys lie."""
-    slot = slot_of(n, cfg)
-    init = 0.0
-    if cfg.FOLD:
-        init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * (-1.0 / base)
-    return product(mem.k.index(own), mem.q.index(slot), init, L, cfg)
-
-
-@gluon.jit
-def _start_dp(mem, n, own, L: gl.constexpr, cfg: gl.constexpr):
-    """v . dout^T of a step, less delta if FOLD."""
-    slot = slot_of(n, cfg)
-    init = 0.0
-    if cfg.FOLD:
-        init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
-    return product(mem.v.index(own), mem.dout.index(slot), init, L, cfg)
-
-
-@gluon.jit
-def give_ds(mem, n, ds, which, cfg: gl.constexpr):
-    """dscore of a step to shared memory, for dq."""
-    mbarrier.wait(mem.ds_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
-    mem.ds.index((n & 1) * 2 + which).store(ds)
 
 
 @gluon.jit
@@ -128,51 +92,37 @@ def _step(
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
-    factor, base, kv_len, first, q_offset, kv_offset = numbers
+    base, first = numbers[1], numbers[3]
     s, dk, dv, line_before, sums, pieces = state
     slot, phase = slot_of(n, cfg), phase_of(n, cfg)
     end, stop = ends
     more = n + 1 < end
     if cfg.PERSISTENT:
         kv = bi.unknown(kv)
-    queries = gl.arange(0, cfg.TILE_M, gl.SliceLayout(0, L))
-    partial, row = False, 0
-    if cfg.NEEDS_QUERIES:
-        tag = get(mem.tags.index(slot))
-        row = tag >> 1
-        queries += row
-        partial = (tag & 1) != 0
+    queries, row, partial = queries_of(mem, slot, L, cfg)
     corner = (row, first)
     if not cfg.PREFETCH:
         pieces = look_up(context, corner, cfg)
     if not cfg.LATE:
         mbarrier.wait(mem.do_full.index(slot), phase)
-        dp = _start_dp(mem, n, kv + which, L, cfg)
+        dp = start_dp(mem, n, kv + which, L, cfg)
     if cfg.EARLY:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        s_next = _start_scores(mem, n + 1, base, kv + which, L, cfg)
-    x, rest = modified(s, context, sinks, pieces, corner, queries, keys, factor, cfg)
-    exponent = x * base
-    if not cfg.FOLD:
-        less = mem.lse.index(slot).load(gl.SliceLayout(0, L))
-        less = subtrahend(less, context, queries, first, base, cfg)
-        exponent = exponent - less[None, :]
-    p = exp2_fast(exponent)
-    if cfg.MAY_MASK:
-        if partial:
-            p = masked(p, context, mem, n, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+        s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
+    p, rest = probabilities(
+        s, context, sinks, pieces, corner, mem, n, queries, keys, partial, numbers, cfg
+    )
     p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
     weight = weighted(p, rest, cfg)
     if cfg.LATE:
         mbarrier.wait(mem.do_full.index(slot), phase)
-        dp = _start_dp(mem, n, kv + which, L, cfg)
+        dp = start_dp(mem, n, kv + which, L, cfg)
     following = 0
     if cfg.PREFETCH:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         following = _look_up_ahead(mem, n + 1, n + 1 < stop, context, first, cfg)
     dp = warpgroup_mma_wait(1 if cfg.EARLY else 0, [dp])
-    if not cfg.FOLD:
-        dp = dp - mem.delta.index(slot).load(gl.SliceLayout(0, L))[None, :]
+    dp = less_delta(dp, mem, slot, L, cfg)
     ds, sums = dscores(weight, dp, rest, sums, context, sinks, pieces, corner, queries, keys, cfg)
     ds = ds.to(cfg.OPERAND)
     ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
@@ -191,7 +141,7 @@ def _step(
         mbarrier.arrive(mem.q_empty.index(slot))
     elif cfg.DQ_APART:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        s_next = _start_scores(mem, n + 1, base, kv + which, L, cfg)
+        s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
         dv, p_left = warpgroup_mma_wait(2, [dv, p_left])
         mbarrier.arrive(mem.do_empty.index(slot))
         dk, ds_left = warpgroup_mma_wait(1, [dk, ds_left])
@@ -207,7 +157,7 @@ def _step(
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=line_before >= 0)
         dq = start_dq(mem, before, kv, which, cfg)
-        s_next = _start_scores(mem, n + 1, base, kv + which, L, cfg)
+        s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
         dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
         mbarrier.arrive(mem.q_empty.index(slot))
         dq = warpgroup_mma_wait(1, [dq])
@@ -216,15 +166,6 @@ def _step(
             add_dq(dq_ptr, places, line_before, dq, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
     return s_next, dk, dv, line, sums, following
-
-
-@gluon.jit
-def _leave(desc, tile, acc, b, h, row, WIDTH: gl.constexpr, cfg: gl.constexpr):
-    """dk or dv of a consumer to memory, by way of the keys' or values' place."""
-    tile.store(acc.to(cfg.OPERAND))
-    fence_async_shared()
-    barrier()
-    async_store(desc, [b, h, row, 0], box(tile, HALF, WIDTH, cfg))
 
 
 @gluon.jit
@@ -250,22 +191,16 @@ def _keys_of_tile(
     end = n + total
     mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
     mbarrier.wait(mem.q_full.index(slot_of(n, cfg)), phase_of(n, cfg), pred=total > 0)
-    s = warpgroup_mma_wait(0, [_start_scores(mem, n, base, kv + which, L, cfg)])
+    s = warpgroup_mma_wait(0, [start_scores(mem, n, base, kv + which, L, cfg)])
     if cfg.DEFERRED:
         # results of the tile before have left by now
         if num > 0:
             tma.store_wait(0)
             done_with_job(mem, num - 1)
     line = -1
-    if cfg.BY_HEAD:
-        parts = at.units
-    else:
-        parts = 1
-    for unit in range(0, parts):
+    for unit in range(0, parts_of(at, cfg)):
         b, h = unit_of(at, unit)
-        steps = total
-        if cfg.BY_HEAD:
-            steps = steps_of(at, unit, cfg)
+        steps = steps_in(at, unit, total, cfg)
         context = contexts(score_args, mask_args, b, h, keys, row, kv_offset, cfg)
         sums = first_sums(gl.SliceLayout(1, L), cfg)
         pieces = 0
@@ -289,10 +224,10 @@ def _keys_of_tile(
     if cfg.PERSISTENT:
         tile, b, h, _ = job_of(mem, num)
         row = tile * KEYS + which * HALF
-    _leave(descs[1], mem.v.index(kv + which), dv, b, h, row, cfg.DV, cfg)
+    leave(descs[1], mem.v, kv + which, (dv,), 1.0, (b, h, row), cfg.DV, cfg)
     # keys are read for dq of both halves
     mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
-    _leave(descs[0], mem.k.index(kv + which), dk * outgoing, b, h, row, cfg.D, cfg)
+    leave(descs[0], mem.k, kv + which, (dk,), outgoing, (b, h, row), cfg.D, cfg)
     if not cfg.DEFERRED:
         tma.store_wait(0)
         if cfg.PERSISTENT:
@@ -303,7 +238,8 @@ def _keys_of_tile(
 @gluon.jit
 def _own_keys(mem, plan, mine, dq_ptr, descs, mods, scales, sizes, which, cfg: gl.constexpr):
     """What a consumer does. mine: see `load_tiles`; the others: see `_keys_of_tile`."""
-    places = dq_places(which, cfg)
+    WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
+    places = dq_places(which * WIDTH, WIDTH, cfg)
     if cfg.PERSISTENT:
         n = 0
         num = 0
@@ -352,51 +288,16 @@ def backward_kernel(
         mine = find_tile(plan, gl.program_id(0), cfg)
     sizes = (whole32(shape, 12), whole32(shape, 21), whole32(shape, 24))
     descs, mods = (dk_desc, dv_desc), (score_args, mask_args, sinks)
-    if cfg.DQ_APART and cfg.NUM_ROWS > 0:
-        bi.warp_specialize(
-            [
-                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
-                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
-                (own_queries, (mem, plan, mine, dq_ptr, cfg)),
-                (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
-                              cfg)),
-                (write_rows, (mem, plan, mine, mask_args, sizes[1], cfg)),
-            ],
-            [4, 4, 1, 1],
-            [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
-        )  # fmt: skip
-    elif cfg.DQ_APART:
-        bi.warp_specialize(
-            [
-                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
-                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
-                (own_queries, (mem, plan, mine, dq_ptr, cfg)),
-                (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
-                              cfg)),
-            ],
-            [4, 4, 1],
-            [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS],
-        )  # fmt: skip
-    elif cfg.NUM_ROWS > 0:
-        bi.warp_specialize(
-            [
-                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
-                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
-                (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
-                              cfg)),
-                (write_rows, (mem, plan, mine, mask_args, sizes[1], cfg)),
-            ],
-            [4, 1, 1],
-            [cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
-        )  # fmt: skip
-    else:
-        bi.warp_specialize(
-            [
-                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
-                (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
-                (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
-                              cfg)),
-            ],
-            [4, 1],
-            [cfg.REGISTERS, cfg.LOAD_REGISTERS],
-        )  # fmt: skip
+    DQ_WARPS: gl.constexpr = 4 if cfg.DQ_APART else 0
+    ROW_WARPS: gl.constexpr = 1 if cfg.NUM_ROWS > 0 else 0
+    bi.warp_specialize(
+        [
+            (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
+            (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
+            (own_queries, (mem, plan, mine, dq_ptr, cfg)),
+            (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter, cfg)),
+            (write_rows, (mem, plan, mine, mask_args, sizes[1], cfg)),
+        ],
+        [4, DQ_WARPS, 1, ROW_WARPS],
+        [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
+    )

@@ -10,7 +10,7 @@ last panel, and half of the middle one. It is added to float32 memory in the ord
 backward_sm90.py does. Row statistics are those of the portable kernels, whose pitch is in whole
 blocks, so that no step leaves it.
 
-Glossary: backward_shared.py; k, v, q and dout have PANELS or VALUE_PANELS entries for each of its.
+Glossary: backward_shared.py.
 """
 
 from triton.experimental import gluon
@@ -24,62 +24,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnloom.backends.gluon import builtins as bi
+from attnloom.backends.gluon.backward_dq import add_dq, dq_places, dq_product
+from attnloom.backends.gluon.backward_load import load_tile
 from attnloom.backends.gluon.backward_math import (
     contexts,
     dscores,
+    less_delta,
     look_up,
-    masked,
-    modified,
-    subtrahend,
+    probabilities,
+    queries_of,
     weighted,
 )
+from attnloom.backends.gluon.backward_products import give_ds, start_dp, start_scores
 from attnloom.backends.gluon.backward_shared import (
     HALF,
     LINES,
     all_steps,
+    allocate,
     find_tile,
+    leave,
+    parts_of,
     placed,
     plan_of,
-    steps_of,
+    steps_in,
     unit_of,
 )
-from attnloom.backends.gluon.backward_sm90 import give_ds, product
-from attnloom.backends.gluon.backward_wide_load import allocate, load_steps
-from attnloom.backends.gluon.builtins import async_store, barrier, exp2_fast
-from attnloom.backends.gluon.rings import box, get, phase_of, slot_of
+from attnloom.backends.gluon.builtins import barrier
+from attnloom.backends.gluon.rings import get, phase_of, slot_of
 from attnloom.backends.triton.device_math import whole32
 
 MIDDLE = gl.constexpr(32)  # columns of the middle panel that a consumer has of dq
-
-
-@gluon.jit
-def _start_scores(mem, n, base, which, L: gl.constexpr, cfg: gl.constexpr):
-    """k . q^T of a step, less lse if FOLD: PANELS products in flight."""
-    slot = slot_of(n, cfg)
-    init = 0.0
-    if cfg.FOLD:
-        init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * (-1.0 / base)
-    k, q = which * cfg.PANELS, slot * cfg.PANELS
-    s = product(mem.k.index(k), mem.q.index(q), init, L, cfg)
-    for i in gl.static_range(1, cfg.PANELS):
-        queries = mem.q.index(q + i).permute((1, 0))
-        s = warpgroup_mma(mem.k.index(k + i), queries, s, is_async=True)
-    return s
-
-
-@gluon.jit
-def _start_dp(mem, n, which, L: gl.constexpr, cfg: gl.constexpr):
-    """v . dout^T of a step, less delta if FOLD: VALUE_PANELS products in flight."""
-    slot = slot_of(n, cfg)
-    init = 0.0
-    if cfg.FOLD:
-        init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
-    v, g = which * cfg.VALUE_PANELS, slot * cfg.VALUE_PANELS
-    dp = product(mem.v.index(v), mem.dout.index(g), init, L, cfg)
-    for i in gl.static_range(1, cfg.VALUE_PANELS):
-        gradients = mem.dout.index(g + i).permute((1, 0))
-        dp = warpgroup_mma(mem.v.index(v + i), gradients, dp, is_async=True)
-    return dp
 
 
 @gluon.jit
@@ -96,49 +70,12 @@ def _start_dq(mem, n, which, cfg: gl.constexpr):
 
 @gluon.jit
 def _start_dq_columns(mem, n, WHICH: gl.constexpr, cfg: gl.constexpr):
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MIDDLE, 16])
-    slot = n & 1
-    ds0 = mem.ds.index(slot * 2).permute((1, 0))
-    ds1 = mem.ds.index(slot * 2 + 1).permute((1, 0))
-    k0, k1 = mem.k.index(2 * WHICH), mem.k.index(cfg.PANELS + 2 * WHICH)
-    wide = gl.zeros([cfg.TILE_M, cfg.D], gl.float32, WIDE)
-    wide = warpgroup_mma(ds0, k0, wide, use_acc=False, is_async=True)
-    wide = warpgroup_mma(ds1, k1, wide, is_async=True)
+    P: gl.constexpr = cfg.PANELS
+    k0, k1 = mem.k.index(2 * WHICH), mem.k.index(P + 2 * WHICH)
+    wide = dq_product(mem, n, k0, k1, cfg.D, cfg)
     k0 = mem.k.index(1).slice(WHICH * MIDDLE, MIDDLE, dim=1)
-    k1 = mem.k.index(cfg.PANELS + 1).slice(WHICH * MIDDLE, MIDDLE, dim=1)
-    narrow = gl.zeros([cfg.TILE_M, MIDDLE], gl.float32, NARROW)
-    narrow = warpgroup_mma(ds0, k0, narrow, use_acc=False, is_async=True)
-    narrow = warpgroup_mma(ds1, k1, narrow, is_async=True)
-    return wide, narrow
-
-
-@gluon.jit
-def _places(first, COLS: gl.constexpr, cfg: gl.constexpr):
-    """Where accumulators of dq of COLS columns from `first` on go, but for the line; see
-    backward_sm90.py."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-    r = gl.arange(0, cfg.TILE_M, gl.SliceLayout(1, L))[:, None]
-    c = gl.arange(0, COLS, gl.SliceLayout(0, L))[None, :]
-    lane = (r % 8) * 4 + (c % 8) // 2
-    start = (first // 8) * 4 * 128
-    return ((((c // 8) * 4 + r // 16) * 128 + lane * 4) + start).to(gl.int64) * 4
-
-
-@gluon.jit
-def _add_dq(dq_ptr, places, line, dq, cfg: gl.constexpr):
-    """Add a step's dq to memory, 16 bytes a lane."""
-    start = (dq_ptr + line.to(gl.int64) * (cfg.PANELS * cfg.D)).to(gl.int64)
-    for i in gl.static_range(2):
-        gl.inline_asm_elementwise(
-            "red.relaxed.gpu.global.add.v4.f32 [$8], {$4, $5, $6, $7};"
-            "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
-            "=r,=r,=r,=r,f,f,f,f,l,l,l,l",
-            [dq[i], start + places[i]],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=4,
-        )
+    k1 = mem.k.index(P + 1).slice(WHICH * MIDDLE, MIDDLE, dim=1)
+    return wide, dq_product(mem, n, k0, k1, MIDDLE, cfg)
 
 
 @gluon.jit
@@ -149,7 +86,8 @@ def _add_late_dq(mem, n, line, dq_ptr, places, which, cfg: gl.constexpr):
     wide, narrow = warpgroup_mma_wait(0, [wide, narrow])
     mbarrier.arrive(mem.ds_empty.index(n & 1), pred=n >= 0)
     if n >= 0:
-        _add_dq(dq_ptr, places, line, (wide, narrow), cfg)
+        add_dq(dq_ptr, places[0], line, wide, cfg)
+        add_dq(dq_ptr, places[1], line, narrow, cfg)
 
 
 @gluon.jit
@@ -169,36 +107,22 @@ def _step(state, n, total, mem, context, dq_ptr, places, numbers, keys, which, c
     one on return."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
-    factor, base, kv_len, first, q_offset, kv_offset = numbers
+    base, first = numbers[1], numbers[3]
     s, dk, line_before = state
     slot, phase = slot_of(n, cfg), phase_of(n, cfg)
-    queries = gl.arange(0, cfg.TILE_M, gl.SliceLayout(0, L))
-    partial, query = False, 0
-    if cfg.NEEDS_QUERIES:
-        tag = get(mem.tags.index(slot))
-        query = tag >> 1
-        queries += query
-        partial = (tag & 1) != 0
-    corner = (query, first)
+    queries, row, partial = queries_of(mem, slot, L, cfg)
+    corner = (row, first)
     pieces = look_up(context, corner, cfg)
     mbarrier.wait(mem.do_full.index(slot), phase)
-    dp = _start_dp(mem, n, which, L, cfg)
-    x, rest = modified(s, context, (0.0,), pieces, corner, queries, keys, factor, cfg)
-    exponent = x * base
-    if not cfg.FOLD:
-        less = mem.lse.index(slot).load(gl.SliceLayout(0, L))
-        less = subtrahend(less, context, queries, first, base, cfg)
-        exponent = exponent - less[None, :]
-    p = exp2_fast(exponent)
-    if cfg.MAY_MASK:
-        if partial:
-            p = masked(p, context, mem, n, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+    dp = start_dp(mem, n, which, L, cfg)
+    none = (0.0,)
+    p, rest = probabilities(
+        s, context, none, pieces, corner, mem, n, queries, keys, partial, numbers, cfg
+    )
     weight = weighted(p, rest, cfg)
     dp = warpgroup_mma_wait(0, [dp])
-    if not cfg.FOLD:
-        dp = dp - mem.delta.index(slot).load(gl.SliceLayout(0, L))[None, :]
+    dp = less_delta(dp, mem, slot, L, cfg)
     mbarrier.arrive(mem.do_empty.index(slot))
-    none = (0.0,)
     ds, _ = dscores(weight, dp, rest, none, context, none, pieces, corner, queries, keys, cfg)
     ds = ds.to(cfg.OPERAND)
     ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
@@ -215,26 +139,14 @@ def _step(state, n, total, mem, context, dq_ptr, places, numbers, keys, which, c
     left, middle, right, ds_left = warpgroup_mma_wait(4, [dk[0], dk[1], dk[2], ds_left])
     mbarrier.arrive(mem.q_empty.index(slot))
     mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-    s_next = _start_scores(mem, n + 1, base, which, L, cfg)
+    s_next = start_scores(mem, n + 1, base, which, L, cfg)
     wide, narrow = warpgroup_mma_wait(cfg.PANELS, [wide, narrow])
     mbarrier.arrive(mem.ds_empty.index(before & 1), pred=n > 0)
     if n > 0:
-        _add_dq(dq_ptr, places, line_before, (wide, narrow), cfg)
+        add_dq(dq_ptr, places[0], line_before, wide, cfg)
+        add_dq(dq_ptr, places[1], line_before, narrow, cfg)
     s_next = warpgroup_mma_wait(0, [s_next])
     return s_next, (left, middle, right), line
-
-
-@gluon.jit
-def _leave(dk_desc, mem, dk, at, row, which, outgoing, cfg: gl.constexpr):
-    """dk of a consumer to memory, by way of its keys' place."""
-    for i in gl.static_range(cfg.PANELS):
-        mem.k.index(which * cfg.PANELS + i).store((dk[i] * outgoing).to(cfg.OPERAND))
-    fence_async_shared()
-    barrier()
-    for i in gl.static_range(cfg.PANELS):
-        panel = box(mem.k.index(which * cfg.PANELS + i), HALF, cfg.D, cfg)
-        async_store(dk_desc, [at.b_kv, at.h_kv, row, i * cfg.D], panel)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -249,26 +161,20 @@ def _own_keys(
     keys = row + gl.arange(0, HALF, gl.SliceLayout(1, L))
     own = 2 * which * cfg.D
     middle = cfg.D + which * MIDDLE
-    places = (_places(own, cfg.D, cfg), _places(middle, MIDDLE, cfg))
+    places = (dq_places(own, cfg.D, cfg), dq_places(middle, MIDDLE, cfg))
     zeros = gl.zeros([HALF, cfg.D], gl.float32, DK)
     dk = (zeros, zeros, zeros)
     factor, base, outgoing = scales
     numbers = (factor, base, kv_len, row, q_offset, kv_offset)
     total = all_steps(at, cfg)
-    mbarrier.wait(mem.kv_full, 0)
+    mbarrier.wait(mem.kv_full.index(0), 0)
     mbarrier.wait(mem.q_full.index(0), 0, pred=total > 0)
-    s = warpgroup_mma_wait(0, [_start_scores(mem, 0, base, which, L, cfg)])
+    s = warpgroup_mma_wait(0, [start_scores(mem, 0, base, which, L, cfg)])
     n = 0
     line = -1
-    if cfg.BY_HEAD:
-        parts = at.units
-    else:
-        parts = 1
-    for unit in range(0, parts):
+    for unit in range(0, parts_of(at, cfg)):
         b, h = unit_of(at, unit)
-        steps = total
-        if cfg.BY_HEAD:
-            steps = steps_of(at, unit, cfg)
+        steps = steps_in(at, unit, total, cfg)
         context = contexts(score_args, mask_args, b, h, keys, row, kv_offset, cfg)
         for _ in range(0, steps):
             state = (s, dk, line)
@@ -281,7 +187,9 @@ def _own_keys(
     # keys are read for dq of both halves
     last = total - 1
     mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
-    _leave(dk_desc, mem, dk, at, row, which, outgoing, cfg)
+    place = (at.b_kv, at.h_kv, row)
+    leave(dk_desc, mem.k, which * cfg.PANELS, dk, outgoing, place, cfg.D, cfg)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -315,7 +223,7 @@ def wide_kernel(
                          kv_offset, 0, cfg)),
             (_consumer, (mem, at, dq_ptr, dk_desc, score_args, mask_args, scales, kv_len, q_offset,
                          kv_offset, 1, cfg)),
-            (load_steps, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
+            (load_tile, (q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg)),
         ],
         [4, 1],
         [cfg.REGISTERS, cfg.LOAD_REGISTERS],

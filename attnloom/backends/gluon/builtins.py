@@ -45,9 +45,13 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
 def warp_specialize(
     partitions: Any, warps: Any, registers: Any, _semantic: Any = None, _generator: Any = None
 ) -> Any:
-    """As the language's, with one name for functions in all partitions of as many warps. The
-    language calls functions by another name in the first partition, which has the warps of the
-    kernel, and reads them twice."""
+    """As the language's, without partitions of no warps, and with one name for functions in all
+    partitions of as many. The language calls functions by another name in the first partition,
+    which has the warps of the kernel, and reads them twice."""
+    counts = [_unwrap_if_constexpr(count) for count in warps]
+    there = [n for n, count in enumerate(counts) if count]
+    partitions = [partitions[0], *(partitions[n + 1] for n in there)]
+    warps, registers = [counts[n] for n in there], [registers[n] for n in there]
     num_warps = _semantic.builder.options.num_warps
     before = _generator.caller_context
     _generator.caller_context = GluonCallerContext(num_warps=num_warps)

@@ -25,13 +25,16 @@ from attnloom.ir.node import Axes, Program
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class BackwardSm90Config(Sm90Config):
-    """Everything that backward_kernel is compiled for; glossaries: backward_sm90.py and
-    backward_shared.py.
+    """Everything that backward_kernel and wide_kernel are compiled for; glossaries:
+    backward_sm90.py and backward_shared.py.
 
+    D, DV: columns of a panel, of which PANELS and VALUE_PANELS cover D and Dv.
     SUB: of a block of queries. HAS_SCORE, HAS_BIAS, UNSCALED: without parts if HAS_SINKS.
     TILES_PER_BLOCK: programs in a block of keys. SAME_LISTS: all units have the same live blocks.
     KV_STAGES: slots for the keys and values of a tile.
     BY_HEAD: fragments tell heads apart, or captured gradients are summed by head.
+    STEPS_PAST_END: a block of queries may reach past the lines of its head by whole steps, whose
+        statistics would be another's.
     NEEDS_QUERIES: consumers ask which queries a step has.
     HAS_SINKS: captured gradients. SLOPE_FIRST: there are none, and the derivative by the score is
         computed with the score. FINITE_SLOPE: it is finite where scores are.
@@ -40,10 +43,13 @@ class BackwardSm90Config(Sm90Config):
     """
 
     TILE_M: int
+    PANELS: int
+    VALUE_PANELS: int
     TILES_PER_BLOCK: int
     SAME_LISTS: bool
     PERSISTENT: bool
     KV_STAGES: int
+    STEPS_PAST_END: bool
     NEEDS_QUERIES: bool
     BY_HEAD: bool
     HAS_SINKS: bool
@@ -65,17 +71,6 @@ class BackwardSm90Config(Sm90Config):
     GRAD_BEGIN: JITFunction | None = None
     GRAD_BODY: JITFunction | None = None
     GRAD_FLUSH: JITFunction | None = None
-
-    __hash__ = KernelConfig.__hash__
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class WideConfig(BackwardSm90Config):
-    """Everything that wide_kernel of backward_wide.py is compiled for. D, DV: columns of a panel.
-    PANELS, VALUE_PANELS: as many cover D and Dv."""
-
-    PANELS: int
-    VALUE_PANELS: int
 
     __hash__ = KernelConfig.__hash__
 
@@ -172,11 +167,14 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     return BackwardSm90Config(
         **shared,
         TILE_M=STEP,
+        PANELS=1,
+        VALUE_PANELS=1,
         SUB=1 if blocks is None else per_block(blocks.q_block, STEP),
         TILES_PER_BLOCK=1 if blocks is None else per_block(blocks.kv_block, KEYS),
         SAME_LISTS=same_lists,
         PERSISTENT=form.persistent,
         KV_STAGES=2 if form.persistent else 1,
+        STEPS_PAST_END=True,
         UNSCALED=mods.unscaled,
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,
@@ -199,12 +197,13 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     )
 
 
-def wide_config(operands: Operands, form: Form, mods: Mods) -> WideConfig:
+def wide_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Config:
     """The configuration of wide_kernel in one form."""
     config = main_config(operands, form, mods)
     found = {field.name: value_of(config, field.name) for field in fields(config)}
-    found |= {"D": PANEL, "DV": PANEL, "PANELS": PANELS}
-    return WideConfig(**found, VALUE_PANELS=-(-operands.value.size(3) // PANEL))
+    value_panels = -(-operands.value.size(3) // PANEL)
+    found |= {"D": PANEL, "DV": PANEL, "PANELS": PANELS, "VALUE_PANELS": value_panels}
+    return BackwardSm90Config(**found | {"STEPS_PAST_END": False})
 
 
 def adds_in_each_step(call: AttentionCall) -> bool:

@@ -344,47 +344,16 @@ def forward_kernel(
     )  # fmt: skip
     listed = (lists[0], lists[1], whole32(lists, 2), whole32(lists, 5))
     outs, scales = (lse, max_scores), (factor, base)
-    if cfg.CONSUMERS == 2 and cfg.NUM_COLUMNS > 0:
-        bi.warp_specialize(
-            [
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
-                (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
-                (write_columns, (mem, heads, sizes[4], mask_args, cfg)),
-            ],
-            [4, 1, 1],
-            [cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
-        )
-    elif cfg.CONSUMERS == 2:
-        bi.warp_specialize(
-            [
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
-                (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
-            ],
-            [4, 1],
-            [cfg.REGISTERS, cfg.LOAD_REGISTERS],
-        )
-    elif cfg.NUM_COLUMNS > 0:
-        bi.warp_specialize(
-            [
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 2, cfg)),
-                (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
-                (write_columns, (mem, heads, sizes[4], mask_args, cfg)),
-            ],
-            [4, 4, 1, 1],
-            [cfg.REGISTERS, cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
-        )
-    else:
-        bi.warp_specialize(
-            [
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
-                (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 2, cfg)),
-                (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
-            ],
-            [4, 4, 1],
-            [cfg.REGISTERS, cfg.REGISTERS, cfg.LOAD_REGISTERS],
-        )
+    THIRD_WARPS: gl.constexpr = 4 if cfg.CONSUMERS == 3 else 0
+    COLUMN_WARPS: gl.constexpr = 1 if cfg.NUM_COLUMNS > 0 else 0
+    bi.warp_specialize(
+        [
+            (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 0, cfg)),
+            (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 1, cfg)),
+            (_consumer, (out_desc, outs, mem, sizes, score_args, mask_args, scales, 2, cfg)),
+            (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
+            (write_columns, (mem, heads, sizes[4], mask_args, cfg)),
+        ],
+        [4, THIRD_WARPS, 1, COLUMN_WARPS],
+        [cfg.REGISTERS, cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
+    )
