@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 
 import attnloom
 from attnloom.backends.triton.beside import wait_for_all
+from attnloom.serving.kernels.launch import KernelOps
+from attnloom.serving.ops import Norm
 from benchmarks.pretended import hopper
 from tests.cases import test_recompiles
 from tests.kernels.recompiles import Kernel, beyond_the_first
@@ -77,6 +79,53 @@ def test_where_views_begin_compiled_kernels() -> None:
         attnloom.flex_attention(q, k, v).sum().backward()
 
     assert recompiles(call, 7) == 0
+
+
+def compiled_where_tensors_begin(call: Callable[[list[int]], Any]) -> dict[str, int]:
+    """How many kernels there are of each name after three tensors began at multiples of 16 bytes or
+    an element further, in every combination."""
+    asked: dict[str, set[object]] = {}
+    with hopper() as gpu:
+        for n in range(8):
+            call([(n >> i) & 1 for i in range(3)])
+            wait_for_all()
+        for kernel in gpu.compiled:
+            asked.setdefault(kernel.kernel, set()).add(kernel)
+    return {name: len(found) for name, found in asked.items()}
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("q_len", [300, 1])
+def test_where_captured_tensors_begin_compiled_kernels(backend: str, q_len: int) -> None:
+    """Eight kernels, for each combination of three that begin at multiples of 16 bytes."""
+    q, k = torch.zeros(1, 2, q_len, 64), torch.zeros(1, 2, 300, 64)
+    q, k = (x.bfloat16().requires_grad_() for x in (q, k))
+    block_mask = attnloom.create_block_mask(
+        lambda b, h, i, j: i + 300 - q_len >= j, 1, 1, q_len, 300
+    )
+
+    def call(firsts: list[int]) -> None:
+        bias, scale, slope = (torch.zeros(301)[first : first + 300] for first in firsts)
+        attnloom.flex_attention(
+            q, k, k, block_mask=block_mask, kernel_options={"backend": backend},
+            score_mod=lambda s, b, h, i, j: s * scale[i] + bias[j] + slope[h],
+        ).sum().backward()  # fmt: skip
+
+    found = compiled_where_tensors_begin(call)
+    main = {"forward_kernel", "decode_kernel"} & found.keys()
+    assert len(main) == 1 and {"key_kernel", "backward_kernel"} & found.keys()
+    assert set(found.values()) <= {1, 2}
+    assert found[main.pop()] == 2
+
+
+def test_where_a_decoders_tensors_begin_compiled_kernels() -> None:
+    def call(firsts: list[int]) -> None:
+        x, added, weight = (
+            torch.zeros(4 * 64 + 1)[first : first + 4 * 64].view(4, 64) for first in firsts
+        )
+        KernelOps().add_norm(x, added, Norm(weight[0], 1e-6, False))
+
+    assert compiled_where_tensors_begin(call) == {"add_norm_kernel": 2}
 
 
 def test_numbers_of_splits_compiled_a_merge_each() -> None:

@@ -18,7 +18,7 @@ from attnloom.backends.triton.fields import (
     target_of,
 )
 from attnloom.backends.triton.interpreter import INTERPRETED
-from attnloom.backends.triton.launcher import Launcher, addresses_aligned
+from attnloom.backends.triton.launcher import Launcher, addresses_aligned, are_aligned
 from attnloom.backends.triton.lists import covering
 from attnloom.backends.triton.merge import combine_kernel
 from attnloom.backends.triton.packed import pack_double, pack_ints
@@ -134,9 +134,10 @@ def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
     if ready.num_partials:
         partial = partial_results(ready.num_partials, tensors)
     scale, outputs = pack_double(call.scale), tensors.outputs()
+    places = _table_argument(table)
     ready.launch(
-        addresses_aligned(call) and _is_aligned(table), tensors.query, *sources, *outputs, *partial,
-        lists, _table_argument(table), bind(call.score), bind(call.mask), scale, ready.shape,
+        addresses_aligned(call) and are_aligned(places), tensors.query, *sources, *outputs,
+        *partial, lists, places, bind(call.score), bind(call.mask), scale, ready.shape,
         ready.strides,
     )  # fmt: skip
     if ready.merge is not None:
@@ -150,13 +151,6 @@ def _table_argument(table: PageTable) -> tuple[torch.Tensor, ...]:
         lengths if table.counts is None else table.counts,
         lengths if table.pages is None else table.pages,
     )
-
-
-def _is_aligned(table: PageTable) -> bool:
-    address = 0
-    for tensor in _table_argument(table):
-        address |= tensor.data_ptr()
-    return address % 16 == 0
 
 
 def _grouped(call: AttentionCall) -> BlockLists:

@@ -7,7 +7,7 @@ remembered by), so that the compiled kernel is started with the arguments as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,28 @@ class _Anywhere:
         return 1
 
 
+def are_aligned(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all begin at multiples of 16 bytes, as nearly all tensors do."""
+    places = 0
+    for tensor in tensors:
+        places |= tensor.data_ptr()
+    return places % _ALIGNMENT == 0
+
+
+def _alike(args: tuple[object, ...]) -> tuple[object, ...]:
+    """The same, of whose tensors, in tuples or outside, all are aligned or may begin anywhere."""
+    tuples = [arg for arg in args if isinstance(arg, tuple)]
+    if not are_aligned(arg for arg in args if isinstance(arg, torch.Tensor)):
+        args = _anywhere(args)
+    if are_aligned(part for arg in tuples for part in arg if isinstance(part, torch.Tensor)):
+        return args
+    return tuple(_anywhere(arg) if isinstance(arg, tuple) else arg for arg in args)
+
+
+def _anywhere(args: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(_Anywhere(arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
 def with_fusion(config: KernelConfig, options: dict[str, Any]) -> dict[str, Any]:
     """Launch options that say whether a multiplication and an addition may be one operation.
 
@@ -55,18 +77,23 @@ def with_fusion(config: KernelConfig, options: dict[str, Any]) -> dict[str, Any]
 class Launcher:
     """Launches `kernel` with a configuration as its last argument.
 
+    Triton would compile a kernel for each combination of tensors that happen to begin at multiples
+    of 16 bytes, to no use. Here the first `operands` begin there if the configuration says so; of
+    the others either all of a kind do, those in tuples or those outside, or nothing is assumed of
+    where any of them begins.
+
     kernel: a jit function. grid: number of programs. options: num_warps and num_stages.
-    operands: of how many first parameters the configuration's ALIGNED speaks. Where it is False,
-        nothing is assumed of where any of them begins: Triton would compile a kernel for each
-        combination of those that happen to begin at multiples of 16 bytes, to no use.
+    operands: of how many first parameters the configuration's ALIGNED speaks.
     spills: registers that each thread of the kernel keeps in memory; known after the first launch.
     """
 
     __slots__ = (
+        "_anywhere",
         "_compiled",
         "_device",
         "_direct",
-        "_num_anywhere",
+        "_num_operands",
+        "_unaligned",
         "config",
         "grid",
         "kernel",
@@ -86,12 +113,12 @@ class Launcher:
         self.config = config
         self.grid = grid
         self.options = with_fusion(config, options)
-        self._num_anywhere = 0
-        if operands and not value_of(config, "ALIGNED"):
-            self._num_anywhere = operands
+        self._num_operands = operands
+        self._anywhere = operands > 0 and not value_of(config, "ALIGNED")
         self.spills = 0
         self._compiled: Any = None
         self._direct: Direct | None = None
+        self._unaligned: tuple[Any, Direct | None] = (None, None)
         self._device = 0
 
     @property
@@ -119,19 +146,18 @@ class Launcher:
             else:
                 self._direct(stream_of(self._device), args)
         elif self._compiled is not None and aligned:
-            self._start_compiled(args)
-        elif INTERPRETED or not aligned:
+            self._start_compiled(self._compiled, args)
+        elif INTERPRETED:
             self._start_anew(args)
-        else:
+        elif aligned:
             self._start_first(args)
+        else:
+            self._start_unaligned(args)
 
     def compile(self, args: tuple[object, ...]) -> Any:
         """The kernel for arguments like these, as Triton keeps it for the next who asks."""
-        operands = (
-            _Anywhere(arg.dtype) if isinstance(arg, torch.Tensor) else arg
-            for arg in args[: self._num_anywhere]
-        )
-        args = (*operands, *args[self._num_anywhere :])
+        operands, others = args[: self._num_operands], args[self._num_operands :]
+        args = (*(_anywhere(operands) if self._anywhere else operands), *_alike(others))
         give_key(self.kernel)
         with hashed_once(), binaries_alone():
             return self.kernel.run(
@@ -153,18 +179,31 @@ class Launcher:
         if found is not None:
             self.spills = found.spills
             found(stream_of(self._device), args)
-        elif self._num_anywhere:  # Triton itself would look at addresses
-            self._compiled = compiled
-            self._start_compiled(args)
+        elif self._anywhere:  # Triton itself would look at addresses
+            self._start_compiled(compiled, args)
             self.spills = compiled.n_spills
         else:
             self._start_anew(args)
         self._compiled, self._direct = compiled, found
 
-    def _start_compiled(self, args: tuple[object, ...]) -> None:
+    def _start_unaligned(self, args: tuple[object, ...]) -> None:
+        """A kernel of its own, whichever tensors begin elsewhere."""
+        compiled = self.compile(args)
+        known, found = self._unaligned
+        if compiled is not known:
+            found = direct(compiled, self.grid, args)
+            self._unaligned = compiled, found
+        if found is None or is_watched():
+            self._start_compiled(compiled, args)
+            self.spills = compiled.n_spills
+        else:
+            found(stream_of(driver.active.get_current_device()), args)
+            self.spills = found.spills
+
+    def _start_compiled(self, compiled: Any, args: tuple[object, ...]) -> None:
         """As Triton does, but without looking at the arguments."""
-        compiled, grid = self._compiled, (self.grid, 1, 1)
-        stream = driver.active.get_current_stream(self._device)
+        grid = (self.grid, 1, 1)
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
         metadata = compiled.launch_metadata(grid, stream, *args, self.config)
         compiled.run(
             *grid, stream, compiled.function, compiled.packed_metadata, metadata,
@@ -191,10 +230,8 @@ def addresses_aligned(call: AttentionCall) -> bool:
         if entries.data_ptr() % _ALIGNMENT or not 0 < entries.numel() < 2**31:
             return False
     for bound in (call.score, call.mask):
-        if bound is not None:
-            for tensor in bound.tensors:
-                if tensor.data_ptr() % _ALIGNMENT:
-                    return False
+        if bound is not None and not are_aligned(bound.tensors):
+            return False
     return True
 
 

@@ -24,7 +24,7 @@ from attnloom.backends.triton.current import on_device
 from attnloom.backends.triton.emit import Target
 from attnloom.backends.triton.emit_ranges import Sides, emit_ranges
 from attnloom.backends.triton.fragments import load_module, mask_fragment
-from attnloom.backends.triton.launcher import Launcher
+from attnloom.backends.triton.launcher import Launcher, are_aligned
 from attnloom.backends.triton.mask_kernels import (
     code_kernel,
     settle_kernel,
@@ -212,7 +212,7 @@ def _classify(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of all tiles, and a zero followed by the live tiles of each chunk."""
     args = bind(bound)
-    aligned = not any(t.data_ptr() % 16 for t in bound.tensors)
+    aligned = are_aligned(bound.tensors)
     units = grid.num_batches * grid.num_heads
     codes = torch.empty(grid.num_rows * grid.num_kv_blocks, dtype=torch.int8, device=device)
     counts = torch.empty(grid.num_rows * ready.num_chunks + 1, dtype=torch.int32, device=device)

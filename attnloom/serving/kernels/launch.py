@@ -13,12 +13,11 @@ from torch import Tensor
 from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.current import on_device
-from attnloom.backends.triton.launcher import Launcher
+from attnloom.backends.triton.launcher import Launcher, are_aligned
 from attnloom.serving.kernels import rows
 from attnloom.serving.ops import Heads, Norm, Turn
 
 _ACTIVATIONS = {"silu": rows.silu, "gelu": rows.gelu, "gelu_pytorch_tanh": rows.gelu_tanh}
-_ALIGNMENT = 16  # bytes
 _WIDTH = 1024  # numbers of a program of 4 warps: 16 bytes a thread in halves
 _HEADS = 8
 
@@ -152,8 +151,5 @@ def _launch(
         kernel, config, programs, num_warps = made()
         launcher = Launcher(kernel, config, num_tokens * programs, {"num_warps": num_warps})
         keep(_ready, key, launcher)
-    places = 0
-    for arg in args:
-        places |= arg.data_ptr()
     with on_device(device):
-        launcher(places % _ALIGNMENT == 0, *args)
+        launcher(are_aligned(args), *args)
