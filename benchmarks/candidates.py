@@ -129,32 +129,13 @@ class PortableBackward(Change):
 
         return [
             (ready_backward, "configs_backward", tables),
-            (tables, "adds_queries", lambda device, shape: False),
             (tables, "key_tiles", lambda device, shape: (_cut(self.keys, shape),)),
             (tables, "value_tiles", lambda _, shape: (_cut(self.values or self.keys, shape),)),
             (tables, "row_tiles", lambda device, shape: (_cut(self.rows, shape),)),
         ]
 
 
-@dataclass(frozen=True)
-class PortableAdding(Change):
-    """dq added to memory by the key kernel, and its tile."""
-
-    keys: Tile
-    backend = "triton"
-
-    def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
-        from attnloom.backends.triton import configs_backward as tables
-        from attnloom.backends.triton import ready_backward
-
-        return [
-            (ready_backward, "configs_backward", tables),
-            (tables, "adds_queries", lambda device, shape: True),
-            (tables, "adding_tiles", lambda device, shape: (_cut(self.keys, shape),)),
-        ]
-
-
-_BACKWARD = GluonBackward | GluonWide | PortableBackward | PortableAdding
+_BACKWARD = GluonBackward | GluonWide | PortableBackward
 
 
 @dataclass(frozen=True, slots=True)

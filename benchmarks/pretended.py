@@ -254,4 +254,4 @@ def _memories() -> list[dict[Any, Any]]:
     modules = (launch_forward, launch_decode, launch_paged, ready_backward)
     modules = (*modules, gluon_forward, gluon_backward, launch_wide)
     memories = [module._ready for module in modules]
-    return [*memories, launch_around._statistics, launch_around._finish]
+    return [*memories, launch_around._statistics]

@@ -18,7 +18,6 @@ from attnloom.backends.triton.configs import Tile
 from attnloom.backends.triton.lists import covering, work_lists
 from benchmarks.candidates import (
     CANDIDATES,
-    PortableAdding,
     PortableBackward,
     PortableForward,
 )
@@ -28,7 +27,7 @@ from tests.kernels.cross_compile import TARGETS
 WIDTHS = (16, 48, 64, 80, 96, 128, 144, 192, 256, 320, 512)
 SIDES = (16, 32, 64, 128, 256)
 LENGTHS = (1, 32, 33, 100_000)
-NAMES = ("key_tiles", "value_tiles", "adding_tiles", "row_tiles")
+NAMES = ("key_tiles", "value_tiles", "row_tiles")
 TABLES = [getattr(configs_backward, name) for name in NAMES]
 
 
@@ -86,7 +85,7 @@ def test_tiles_of_candidates_are_cut_to_a_block(block: int) -> None:
     for candidate in CANDIDATES:
         width = candidate.cases[0].head_dim
         with candidate.change.installed():
-            if isinstance(candidate.change, PortableBackward | PortableAdding):
+            if isinstance(candidate.change, PortableBackward):
                 shape = configs_backward.Shape(width, 2, block, block, False)
                 for name in NAMES:
                     check(getattr(configs_backward, name)(device, shape), block, block)

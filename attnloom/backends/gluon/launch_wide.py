@@ -116,7 +116,7 @@ def expected_launches(operands: Operands) -> list[Launch]:
     dq_sum = one_line(stats, PANELS * PANEL)
     return [
         (ready.main, _main_arguments(operands, ready, stats, dq_sum)),
-        keys_first(operands, stats, _DV_ALONE, None),
+        keys_first(operands, stats, _DV_ALONE),
         statistics_first(operands, stats, dq_sum),
         (ready.finish, _finish_arguments(operands, ready, dq_sum)),
     ]
@@ -186,6 +186,6 @@ def again(operands: Operands, sources: tuple[torch.Tensor, ...]) -> BackwardAgai
         statistics_again(operands, stats, dq_sum),
         (ready.main, _main_arguments(operands, ready, stats, dq_sum)),
         (ready.finish, _finish_arguments(operands, ready, dq_sum)),
-        keys_again(operands, stats, _DV_ALONE, None),
+        keys_again(operands, stats, _DV_ALONE),
     )
     return started_again(operands, sources, (stats, dq_sum), launches)

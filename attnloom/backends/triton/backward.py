@@ -2,8 +2,8 @@
 
 Backward of fused attention by recomputation (Dao et al. 2022, 2023). backward_keys.py owns key
 tiles (dk, dv), backward_rows.py owns row tiles (dq): 7 matrix products a tile and no atomics, so
-that the three are bitwise the same from run to run. The key kernel can add its part of dq to memory
-instead, in 2 products less; up to 128 columns that was slower (docs/log.md).
+that the three are bitwise the same from run to run. (dq added to memory by the key kernel, in 2
+products less, was slower: docs/log.md.)
 
 Glossary, beyond forward.py's
     p            probabilities exp2(score_log2 - lse_log2); 0 where a score is masked. NATURAL:
@@ -20,7 +20,7 @@ Glossary, beyond forward.py's
 import triton
 import triton.language as tl
 
-from attnloom.backends.triton.device_math import LOG2_E, real, whole, whole32
+from attnloom.backends.triton.device_math import LOG2_E, whole, whole32
 from attnloom.backends.triton.tiles import load_tile, store_tile
 
 COLUMNS = tl.constexpr(64)  # of dq's memory at a time
@@ -202,21 +202,3 @@ def delta_kernel(out, dout, dlse, lse, stats, dq_sum, shape, strides, cfg: tl.co
         nothing = tl.zeros([cfg.TILE_M, COLUMNS], cfg.ACC)
         place = dq_sum + (to[:, None] * cfg.CLEARED + columns)
         tl.store(place, nothing, mask=columns < cfg.CLEARED)
-
-
-@triton.jit(do_not_specialize=["scale", "shape"])
-def finish_kernel(dq_sum, dq, scale, shape, cfg: tl.constexpr):
-    """dq of one row tile from where it was added up, [B * Hq * PITCH, D]. shape = (Q_LEN, PITCH);
-    dq is contiguous."""
-    q_len, pitch = whole32(shape, 0), whole32(shape, 3)
-    tiles = pitch // cfg.TILE_M
-    pid = tl.program_id(0)
-    bh, row = (pid // tiles).to(tl.int64), (pid % tiles) * cfg.TILE_M
-    rows = row + tl.arange(0, cfg.TILE_M)[:, None]
-    factor = real(scale, 0, cfg.ACC)
-    for c in tl.static_range(0, cfg.D, COLUMNS):
-        columns = c + tl.arange(0, COLUMNS)[None, :]
-        inside = (rows < q_len) & (columns < cfg.D)
-        found = tl.load(dq_sum + ((bh * pitch + rows) * cfg.D + columns), mask=inside, other=0.0)
-        place = dq + ((bh * q_len + rows) * cfg.D + columns)
-        tl.store(place, (found * factor).to(dq.dtype.element_ty), mask=inside)

@@ -9,8 +9,7 @@ Programs are numbered as the forward's: within a batch of heads that share the L
 with most live rows first. A unit is one (batch entry, query head) that reads a program's keys;
 where key and value have a batch of one, every batch entry is among them. PARTS > 1 deals units to
 several programs, each with dk and dv of its own, for shapes with few key tiles (summed in order by
-the launcher). WANT_DQ: dq is added to memory, [B * Hq * PITCH, D] as row statistics lie; else the
-row kernel has it.
+the launcher).
 """
 
 import triton
@@ -47,22 +46,9 @@ def _row_values(stats, pos, row, WHICH: tl.constexpr, cfg: tl.constexpr):
 
 
 @triton.jit
-def _add_queries(dq, ds, k, line, COL: tl.constexpr, COLS: tl.constexpr, cfg: tl.constexpr):
-    """ds^T . k of COLS columns, added to lines line .. line + TILE_M of dq's memory."""
-    part = tl.dot(tl.trans(ds), k, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
-    if cfg.USE_TMA:
-        dq.atomic_add([line, COL], part)
-    else:
-        lines = line + tl.arange(0, cfg.TILE_M)[:, None]
-        columns = COL + tl.arange(0, COLS)[None, :]
-        place = dq + (lines.to(tl.int64) * cfg.D + columns)
-        tl.atomic_add(place, part, mask=columns < cfg.D, sem="relaxed")
-
-
-@triton.jit
 def _key_step(
-    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats, dq, row, partial, scale,
-    contexts, pos, sinks, cfg: tl.constexpr,
+    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats, row, partial, scale, contexts,
+    pos, sinks, cfg: tl.constexpr,
 ):  # fmt: skip
     """One query tile. state = (dk chunks, dv chunks, sums); stats = (lse_log2, delta) of the
     head."""
@@ -91,15 +77,7 @@ def _key_step(
         ds, sums = score_gradient(
             weight * (dp - delta), score, sums, sinks, grad_ctx, b, h, offs_n, offs_m, cfg
         )
-        ds = ds.to(cfg.OPERAND)
-        dk = add_product(dk, ds, q, cfg.D1, cfg.D2, cfg)
-        if cfg.WANT_DQ:
-            at = line[0] * line[2] + row
-            _add_queries(dq[0], ds, k[0], at, 0, cfg.D0, cfg)
-            if cfg.D1 > 0:
-                _add_queries(dq[1], ds, k[1], at, cfg.D0, cfg.D1, cfg)
-            if cfg.D2 > 0:
-                _add_queries(dq[2], ds, k[2], at, cfg.D0 + cfg.D1, cfg.D2, cfg)
+        dk = add_product(dk, ds.to(cfg.OPERAND), q, cfg.D1, cfg.D2, cfg)
     return dk, dv, sums
 
 
@@ -145,8 +123,8 @@ def _locate(lists, shape, cfg: tl.constexpr):
 
 @triton.jit(do_not_specialize=["lists", "score_args", "mask_args", "scale", "shape", "strides"])
 def key_kernel(
-    q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, a0, a1, a2, dk, dv, stats, lists, score_args,
-    mask_args, sinks, scale, shape, strides, cfg: tl.constexpr,
+    q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dk, dv, stats, lists, score_args, mask_args,
+    sinks, scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
     """shape = (Hq, Hkv, GROUP, Q_LEN, KV_LEN, B, key tiles, q_offset, kv_offset, heads of a batch,
     units of a key head, parts, Bkv * Hkv * parts, Bkv, PITCH); strides of q, k, v, dout, dk, dv;
@@ -190,8 +168,8 @@ def key_kernel(
                 partial = ((entry & 1) != 0) | overhangs
                 entry = tl.load(lists[1] + tl.minimum((t + 1) // cfg.SUB, last - 1))
                 state = _key_step(
-                    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats,
-                    (a0, a1, a2), row, partial, factor, contexts, pos, sinks, cfg,
+                    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats, row, partial,
+                    factor, contexts, pos, sinks, cfg,
                 )  # fmt: skip
         else:
             for t in tl.range(0, tl.cdiv(q_len, cfg.TILE_M)):
@@ -199,8 +177,8 @@ def key_kernel(
                 if cfg.HAS_MASK:
                     partial = True
                 state = _key_step(
-                    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats,
-                    (a0, a1, a2), t * cfg.TILE_M, partial, factor, contexts, pos, sinks, cfg,
+                    state, k, k_from, v, v_from, q_src, q_at, do_src, do_at, stats, t * cfg.TILE_M,
+                    partial, factor, contexts, pos, sinks, cfg,
                 )  # fmt: skip
         acc_k, acc_v, sums = state
         if cfg.HAS_SCORE and cfg.WANT_DK:

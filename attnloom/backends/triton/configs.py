@@ -224,15 +224,6 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
     return shape.itemsize * shape.width * tile.tile_n * 2 * max(tile.num_stages - 1, 1)
 
 
-PANEL = 64  # columns
-
-
-def panels(width: int) -> tuple[int, int, int]:
-    """Up to three chunks of PANEL columns."""
-    assert 0 < width <= 3 * PANEL
-    return tuple(PANEL if width > PANEL * i else 0 for i in range(3))  # type: ignore[return-value]
-
-
 def chunks(width: int) -> tuple[int, int, int]:
     """Up to three power-of-two chunks, each at least 16, that cover a head dimension tightly."""
     parts: list[int] = []

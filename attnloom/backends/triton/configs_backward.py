@@ -84,25 +84,6 @@ def row_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
     return _fitting(_ROWS_HALF, device, shape, "tile_m", shape.work > 1)
 
 
-# (arch at least, widths above, widths up to) where the key kernel adds its part of dq to memory,
-# which saves the row kernel's recomputation of two products.
-_ADDED: tuple[tuple[int, int, int], ...] = ()
-_ADDING = (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2))
-
-
-def adds_queries(device: Device, shape: Shape) -> bool:
-    """Whether dq is best added to memory by the key kernel. Its sums then have no fixed order."""
-    if shape.itemsize != 2 or shape.multiply_adds:
-        return False
-    return any(device.arch >= arch and low < shape.width <= high for arch, low, high in _ADDED)
-
-
-def adding_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
-    """Tiles to try for a key kernel that adds dq, best first; at least one."""
-    table: Table = ((0, 1 << 30, _ADDING),)
-    return _fitting(table, device, shape, "tile_n", False)
-
-
 def value_tiles(device: Device, shape: Shape) -> tuple[Tile, ...]:
     """Tiles to try for a key kernel that has dv alone, best first; at least one."""
     if not _lookup(_VALUES_HALF, device, shape):

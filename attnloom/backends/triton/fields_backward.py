@@ -13,7 +13,6 @@ from attnloom.backends.triton import configs, emit, emit_grad
 from attnloom.backends.triton.arguments import TMA_BOX_BYTES, is_aligned
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.fields import (
-    Chunks,
     dimension_fields,
     fragment_fields,
     operand_type,
@@ -66,7 +65,6 @@ class BackwardConfig(KernelConfig):
     NATURAL: bool
     WANT_DK: bool
     WANT_DV: bool
-    WANT_DQ: bool
     EARLY: bool = False
     SCORE_HEAD: JITFunction | None = None
     SCORE_ROW: JITFunction | None = None
@@ -86,7 +84,7 @@ class BackwardConfig(KernelConfig):
 @dataclass(frozen=True, repr=False)
 class DeltaConfig(KernelConfig):
     """What the preprocess is compiled for. CHUNK: columns of Dv that are loaded at a time. CLEARED:
-    of the memory that dq is added to, 0 where it is not."""
+    of memory that another backend's kernel adds dq to, 0 where there is none."""
 
     TILE_M: int
     CHUNK: int
@@ -101,28 +99,16 @@ class DeltaConfig(KernelConfig):
     __hash__ = KernelConfig.__hash__
 
 
-@dataclass(frozen=True, repr=False)
-class FinishConfig(KernelConfig):
-    """What finish_kernel is compiled for."""
-
-    TILE_M: int
-    D: int
-    ACC: tl.dtype
-
-    __hash__ = KernelConfig.__hash__
-
-
 @dataclass(frozen=True, slots=True)
 class Role:
     """Which kernel, and what of it. own_keys: the key kernel, whose fragments have q and kv
-    exchanged. want_dq: that kernel adds its part of dq to memory, and there is no row kernel.
-    sinks: how captured gradients leave, None where they do not. peaks: of the row kernel.
+    exchanged. sinks: how captured gradients leave, None where they do not. peaks: of the row
+    kernel.
     """
 
     own_keys: bool
     want_dk: bool = True
     want_dv: bool = True
-    want_dq: bool = False
     sinks: emit_grad.Sinks | None = None
     peaks: bool = False
 
@@ -142,7 +128,7 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
     return BackwardConfig(
         TILE_M=tile.tile_m,
         TILE_N=tile.tile_n,
-        **_dimensions(operands, role),
+        **dimension_fields(query, value),
         SUB=1 if step_block is None else configs.per_block(step_block, step),
         TILES_PER_BLOCK=1 if owned_block is None else configs.per_block(owned_block, owned),
         HAS_LISTS=blocks is not None,
@@ -160,24 +146,8 @@ def backward_config(operands: Operands, tile: configs.Tile, role: Role) -> Backw
         NATURAL=operands.by_multiply_adds,
         WANT_DK=role.want_dk,
         WANT_DV=role.want_dv,
-        WANT_DQ=role.want_dq,
         **_fragments(operands, role),
     )
-
-
-def widths_of(operands: Operands, role: Role) -> tuple[Chunks, Chunks]:
-    """Chunks of D and of Dv. Where dq is added to memory they are alike, so that its parts leave
-    by one buffer, one after the other."""
-    cover = configs.panels if role.want_dq and operands.uses_tma else configs.chunks
-    return cover(operands.query.size(3)), cover(operands.value.size(3))
-
-
-def _dimensions(operands: Operands, role: Role) -> dict[str, int]:
-    names = ("D0", "D1", "D2"), ("E0", "E1", "E2")
-    found = dimension_fields(operands.query, operands.value)
-    for letters, widths in zip(names, widths_of(operands, role), strict=True):
-        found |= dict(zip(letters, widths, strict=True))
-    return found
 
 
 def stats_by_tma(operands: Operands, tile: configs.Tile) -> bool:

@@ -1,5 +1,5 @@
-"""What a backward launches before and after its kernels: row statistics, zeros where dq will be
-added up, and dq from there."""
+"""What a backward launches before its kernels: row statistics, and zeros where another backend's
+kernel will add up dq (gluon/launch_wide.py)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 import triton
 
 from attnloom.backends.triton.arguments import is_aligned, steps
-from attnloom.backends.triton.backward import delta_kernel, finish_kernel
+from attnloom.backends.triton.backward import delta_kernel
 from attnloom.backends.triton.beside import Launch
 from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.fields import triton_type
-from attnloom.backends.triton.fields_backward import DeltaConfig, FinishConfig
+from attnloom.backends.triton.fields_backward import DeltaConfig
 from attnloom.backends.triton.launcher import Launcher
 from attnloom.backends.triton.operands import Operands
-from attnloom.backends.triton.packed import pack_double, pack_ints
+from attnloom.backends.triton.packed import pack_ints
 from attnloom.backends.triton.ready_backward import pitch_of
 
 _ROWS = 64
@@ -77,10 +77,10 @@ def _prepare(operands: Operands, dq_sum: torch.Tensor | None) -> Launcher:
     return Launcher(delta_kernel, config, grid, {"num_warps": 4}, _PAIR)
 
 
-def lines_of_queries(operands: Operands, columns: int | None = None) -> torch.Tensor:
-    """Memory that dq is added to, as row statistics lie: [B * Hq * PITCH, D or so many]."""
-    batch, heads, _, width = operands.query.shape
-    size = (batch * heads * pitch_of(operands), columns or width)
+def lines_of_queries(operands: Operands, columns: int) -> torch.Tensor:
+    """Memory that dq is added to, as row statistics lie: [B * Hq * PITCH, columns]."""
+    batch, heads, _, _ = operands.query.shape
+    size = (batch * heads * pitch_of(operands), columns)
     return torch.empty(size, dtype=operands.real, device=operands.query.device)
 
 
@@ -89,48 +89,24 @@ def one_line(stats: torch.Tensor, columns: int) -> torch.Tensor:
     return stats.view(-1)[:columns][None]
 
 
-_finish: dict[tuple[object, ...], Launcher] = {}
-
-
-def _prepare_finish(operands: Operands) -> Launcher:
-    batch, heads, _, width = operands.query.shape
-    config = FinishConfig(TILE_M=_ROWS, D=width, ACC=triton_type(operands.real))
-    grid = pitch_of(operands) // _ROWS * batch * heads
-    return Launcher(finish_kernel, config, grid, {"num_warps": 4})
-
-
-def _finish_arguments(operands: Operands, dq_sum: torch.Tensor) -> tuple[object, ...]:
-    shape = (operands.query.size(2), pitch_of(operands))
-    return dq_sum, operands.dq, pack_double(operands.call.scale), pack_ints(shape)
-
-
 def statistics_first(
-    operands: Operands, stats: torch.Tensor, dq_sum: torch.Tensor | None
+    operands: Operands, stats: torch.Tensor, dq_sum: torch.Tensor | None = None
 ) -> Launch:
     """The launch of row_statistics, to be compiled."""
     return _prepare(operands, dq_sum), _arguments(operands, stats, dq_sum)
 
 
-def has_run(operands: Operands, dq_sum: torch.Tensor | None) -> bool:
+def has_run(operands: Operands) -> bool:
     """Whether statistics of such a backward were launched."""
-    return _key(operands, dq_sum) in _statistics
+    return _key(operands, None) in _statistics
 
 
 def statistics_again(
-    operands: Operands, stats: torch.Tensor, dq_sum: torch.Tensor | None
+    operands: Operands, stats: torch.Tensor, dq_sum: torch.Tensor | None = None
 ) -> Launch | None:
     """The launch of row_statistics, if it has run."""
     launch = _statistics.get(_key(operands, dq_sum))
     return None if launch is None else (launch, _arguments(operands, stats, dq_sum))
-
-
-def finish(operands: Operands, dq_sum: torch.Tensor) -> Launch:
-    """The launch that makes dq of what was added up."""
-    launch = _finish.get(operands.signature)
-    if launch is None:
-        launch = _prepare_finish(operands)
-        keep(_finish, operands.signature, launch)
-    return launch, _finish_arguments(operands, dq_sum)
 
 
 def packed_strides(*tensors: torch.Tensor) -> tuple[float, ...]:

@@ -1,8 +1,7 @@
 """Backward launches: preprocess, then the row kernel (dq), then the key kernel (dk, dv).
 
-Or the key kernel adds dq to memory (configs_backward.adds_queries). But for that, dq, dk and dv are
-bitwise equal from run to run; gradients of captured tensors are with options.deterministic
-(captured.py). Host work is remembered as in launch_forward.py.
+dq, dk and dv are bitwise equal from run to run; gradients of captured tensors are with
+options.deterministic (captured.py). Host work is remembered as in launch_forward.py.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnloom.backends.registry import AttentionCall, Gradients
+from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
 from attnloom.backends.triton.arguments import bind, descriptors
 from attnloom.backends.triton.beside import Launch, compile_for_later, is_new, wait_for_all
@@ -23,10 +23,7 @@ from attnloom.backends.triton.fields_backward import Role, stats_by_tma
 from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.launch_around import (
     empty_statistics,
-    finish,
     has_run,
-    lines_of_queries,
-    one_line,
     packed_strides,
     row_statistics,
     statistics_again,
@@ -38,7 +35,6 @@ from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.packed import pack_double, pack_ints
 from attnloom.backends.triton.ready_backward import (
     Ready,
-    adds_queries,
     both_fit,
     first,
     known,
@@ -61,21 +57,14 @@ def backward(
     operands = Operands.of(call, out, lse, dout, dlse)
     captured = Captured.of(call)
     scales: torch.Tensor | None = None
-    dq_sum: torch.Tensor | None = None
-    if captured is None and adds_queries(operands):
-        dq_sum = lines_of_queries(operands)
-    if not has_run(operands, dq_sum):
+    if not has_run(operands):
         _compile_first(operands)
-    stats = row_statistics(operands, dq_sum)
-    if dq_sum is None:
-        peaks = _run_rows(operands, stats, captured)
-        if captured is not None and captured.needs_peaks:
-            scales = captured.scales(peaks)
-    for role in _key_roles(operands, captured, dq_sum is not None):
-        run_keys(operands, stats, role, captured, scales, dq_sum if role.want_dq else None)
-    if dq_sum is not None:
-        launch, arguments = finish(operands, dq_sum)
-        launch(True, *arguments)
+    stats = row_statistics(operands)
+    peaks = _run_rows(operands, stats, captured)
+    if captured is not None and captured.needs_peaks:
+        scales = captured.scales(peaks)
+    for role in _key_roles(operands, captured):
+        run_keys(operands, stats, role, captured, scales)
     query, key, value = call.query, call.key, call.value
     dtensors: tuple[torch.Tensor | None, ...] = ()
     if captured is not None:
@@ -109,36 +98,27 @@ def first_launches(operands: Operands) -> list[Launch]:
     call, stats = operands.call, empty_statistics(operands)
     if call.learns:
         return []
-    dq_sum = one_line(stats, operands.query.size(3)) if adds_queries(operands) else None
-    found: list[Launch] = [statistics_first(operands, stats, dq_sum)]
-    if dq_sum is None:
-        rows = first(operands, Role(own_keys=False))
-        found.append((rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)))
-    else:
-        found.append(finish(operands, dq_sum))
-    for role in _key_roles(operands, None, dq_sum is not None):
-        added = dq_sum if role.want_dq else None
-        found.append(keys_first(operands, stats, role, added))
-    return found
+    rows = first(operands, Role(own_keys=False))
+    return [
+        statistics_first(operands, stats),
+        (rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)),
+        *(keys_first(operands, stats, role) for role in _key_roles(operands, None)),
+    ]
 
 
-def keys_first(
-    operands: Operands, stats: torch.Tensor, role: Role, dq_sum: torch.Tensor | None
-) -> Launch:
+def keys_first(operands: Operands, stats: torch.Tensor, role: Role) -> Launch:
     """What run_keys launches first, to be compiled."""
     ready = first(operands, role)
     dk, dv = operands.dk, operands.dv
     if ready.parts > 1:
         dk = dv = stats[None, None]  # of the same type as sums of parts
-    args = _key_arguments(operands, ready, (dk, dv, stats), _NO_SINKS, dq_sum)
-    return ready.launch, args
+    return ready.launch, _key_arguments(operands, ready, (dk, dv, stats), _NO_SINKS)
 
 
-def _key_roles(operands: Operands, captured: Captured | None, added: bool) -> tuple[Role, ...]:
-    """added: dq is, to memory."""
+def _key_roles(operands: Operands, captured: Captured | None) -> tuple[Role, ...]:
     adds = captured is not None and not all(captured.form.stores)
     sinks = captured.form if captured is not None and adds else None
-    role = Role(own_keys=True, want_dq=added, sinks=sinks)
+    role = Role(own_keys=True, sinks=sinks)
     if both_fit(operands):
         return (role,)
     return replace(role, want_dv=False), Role(own_keys=True, want_dk=False)
@@ -157,29 +137,23 @@ def backward_again(
     if found is None:
         return None
     operands, sources = found
-    dq_sum = lines_of_queries(operands) if adds_queries(operands) else None
     stats = empty_statistics(operands)
-    buffers = (stats,) if dq_sum is None else (stats, dq_sum)
-    launches = [statistics_again(operands, stats, dq_sum)]
-    if dq_sum is None:
-        rows = known(operands, Role(own_keys=False))
-        launches.append(rows and (rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)))
-    for role in _key_roles(operands, None, dq_sum is not None):
-        launches.append(keys_again(operands, stats, role, dq_sum if role.want_dq else None))
-    if dq_sum is not None:
-        launches.append(finish(operands, dq_sum))
-    return started_again(operands, sources, buffers, launches)
+    rows = known(operands, Role(own_keys=False))
+    launches = [
+        statistics_again(operands, stats),
+        rows and (rows.launch, _row_arguments(operands, rows, stats, _NO_SINKS)),
+        *(keys_again(operands, stats, role) for role in _key_roles(operands, None)),
+    ]
+    return started_again(operands, sources, (stats,), launches)
 
 
-def keys_again(
-    operands: Operands, stats: torch.Tensor, role: Role, dq_sum: torch.Tensor | None
-) -> Launch | None:
+def keys_again(operands: Operands, stats: torch.Tensor, role: Role) -> Launch | None:
     """The launch of run_keys, if it has run, as one kernel."""
     ready = known(operands, role)
     if ready is None or ready.parts > 1:
         return None
     results = operands.dk, operands.dv, stats
-    return ready.launch, _key_arguments(operands, ready, results, _NO_SINKS, dq_sum)
+    return ready.launch, _key_arguments(operands, ready, results, _NO_SINKS)
 
 
 def started_again(
@@ -211,7 +185,8 @@ def _sources(operands: Operands, ready: Ready) -> tuple[object, ...]:
     query, key, value, dout = operands.inputs
     if not operands.uses_tma:
         return tuple(t for t in (query, key, value, dout) for _ in range(3))
-    tile, (widths, value_widths) = ready.tile, ready.widths
+    tile = ready.tile
+    widths, value_widths = configs.chunks(query.size(3)), configs.chunks(value.size(3))
     return (
         *descriptors(query, tile.tile_m, widths),
         *descriptors(key, tile.tile_n, widths),
@@ -268,10 +243,8 @@ def run_keys(
     role: Role,
     captured: Captured | None,
     scales: torch.Tensor | None,
-    dq_sum: torch.Tensor | None = None,
 ) -> None:
-    """dk, dv and captured gradients, as far as the role wants them. dq_sum: zeros that dq is added
-    to, if it wants that."""
+    """dk, dv and captured gradients, as far as the role wants them."""
     call = operands.call
     sinks = captured.arguments(scales) if captured is not None and role.sinks else _NO_SINKS
     started: list[Ready] = []
@@ -279,8 +252,6 @@ def run_keys(
     def launch(ready: Ready) -> None:
         if started and captured is not None and role.sinks:
             captured.clear()  # another try adds once more
-        if started and dq_sum is not None:
-            dq_sum.zero_()
         started.append(ready)
         dk, dv = operands.dk, operands.dv
         if ready.parts > 1:
@@ -288,7 +259,7 @@ def run_keys(
                 t.new_empty((ready.parts * t.size(0), *t.shape[1:]), dtype=operands.real)
                 for t in (dk, dv)
             )
-        args = _key_arguments(operands, ready, (dk, dv, stats), sinks, dq_sum)
+        args = _key_arguments(operands, ready, (dk, dv, stats), sinks)
         ready.launch(addresses_aligned(call), *args)
         if ready.parts > 1:
             _sum_parts(operands, role, (dk, dv), ready.parts)
@@ -301,33 +272,18 @@ def _key_arguments(
     ready: Ready,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     sinks: tuple[object, ...],
-    dq_sum: torch.Tensor | None = None,
 ) -> tuple[object, ...]:
-    """results: dk, dv, and the row statistics. dq_sum: lines that dq is added to, if it is."""
+    """results: dk, dv, and the row statistics."""
     call, (dk, dv, stats) = operands.call, results
     lines: object = stats
     if stats_by_tma(operands, ready.tile):
         box = [1, ready.tile.tile_m]
         lines = TensorDescriptor(stats, list(stats.shape), list(stats.stride()), box)
     return (
-        *_sources(operands, ready), *_added(operands, ready, dq_sum), dk, dv, lines,
-        _key_lists(call, ready),
-        bind(call.score), bind(call.mask), sinks, pack_double(call.scale), ready.shape,
+        *_sources(operands, ready), dk, dv, lines, _key_lists(call, ready), bind(call.score),
+        bind(call.mask), sinks, pack_double(call.scale), ready.shape,
         packed_strides(*operands.inputs, dk, dv),
     )  # fmt: skip
-
-
-def _added(operands: Operands, ready: Ready, dq_sum: torch.Tensor | None) -> tuple[object, ...]:
-    """dq_sum in chunks: TMA descriptors, or the same pointer three times."""
-    if dq_sum is None:
-        return (operands.dq,) * 3
-    if not operands.uses_tma:
-        return (dq_sum,) * 3
-    size, stride = list(dq_sum.shape), list(dq_sum.stride())
-    return tuple(
-        TensorDescriptor(dq_sum, size, stride, [ready.tile.tile_m, width]) if width else 0
-        for width in ready.widths[0]
-    )
 
 
 def _key_lists(call: AttentionCall, ready: Ready) -> tuple[Any, ...]:

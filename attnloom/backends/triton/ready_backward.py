@@ -9,8 +9,8 @@ from attnloom.backends.triton import configs, configs_backward
 from attnloom.backends.triton.backward_keys import key_kernel
 from attnloom.backends.triton.backward_rows import row_kernel
 from attnloom.backends.triton.choice import choose, keep
-from attnloom.backends.triton.fields import Chunks, operand_type, overhanging_block
-from attnloom.backends.triton.fields_backward import Role, backward_config, widths_of
+from attnloom.backends.triton.fields import operand_type, overhanging_block
+from attnloom.backends.triton.fields_backward import Role, backward_config
 from attnloom.backends.triton.launcher import Launcher
 from attnloom.backends.triton.lists import covering
 from attnloom.backends.triton.operands import Operands
@@ -32,11 +32,10 @@ _WIDEST_TOGETHER = {2: 128, 4: 128, 8: 64}
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A launch but for its addresses. widths: chunks of D and Dv. parts: see backward_keys.py."""
+    """A launch but for its addresses. parts: see backward_keys.py."""
 
     launch: Launcher
     tile: configs.Tile
-    widths: tuple[Chunks, Chunks]
     shape: tuple[float, ...]
     parts: int = 1
 
@@ -79,26 +78,14 @@ def first(operands: Operands, role: Role) -> Ready:
 
 
 def _tiles(operands: Operands, role: Role) -> tuple[configs.Tile, ...]:
-    return _table(role)(*_device_and_shape(operands))
+    device = configs.device_of(operands.query.device)
+    return _table(role)(device, replace(shape_class(operands), work=_work(operands.call.score)))
 
 
 def _table(role: Role) -> Callable[..., tuple[configs.Tile, ...]]:
     if not role.own_keys:
         return configs_backward.row_tiles
-    if role.want_dq:
-        return configs_backward.adding_tiles
     return configs_backward.key_tiles if role.want_dk else configs_backward.value_tiles
-
-
-def _device_and_shape(operands: Operands) -> tuple[configs.Device, configs_backward.Shape]:
-    device = configs.device_of(operands.query.device)
-    return device, replace(shape_class(operands), work=_work(operands.call.score))
-
-
-def adds_queries(operands: Operands) -> bool:
-    """Whether dq is added to memory by the key kernel."""
-    deterministic = operands.call.options.deterministic
-    return not deterministic and configs_backward.adds_queries(*_device_and_shape(operands))
 
 
 def _prepare(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
@@ -171,7 +158,7 @@ def _prepare_rows(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
     )
     config = backward_config(operands, tile, role)
     launch = Launcher(row_kernel, config, num_tiles * batch * heads, tile.options, _OPERANDS)
-    return Ready(launch, tile, widths_of(operands, role), pack_ints(shape))
+    return Ready(launch, tile, pack_ints(shape))
 
 
 def _prepare_keys(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
@@ -203,7 +190,7 @@ def _prepare_keys(operands: Operands, role: Role, tile: configs.Tile) -> Ready:
     )
     config = backward_config(operands, tile, role)
     launch = Launcher(key_kernel, config, num_tiles * owners, tile.options, _OPERANDS)
-    return Ready(launch, tile, widths_of(operands, role), pack_ints(shape), parts)
+    return Ready(launch, tile, pack_ints(shape), parts)
 
 
 def heads_together(operands: Operands, length: int) -> int:

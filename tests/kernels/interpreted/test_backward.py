@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 import attnloom
-from attnloom.backends.triton import configs_backward, ready_backward
 from attnloom.backends.triton.configs import Tile
-from benchmarks.candidates import PortableAdding, PortableBackward
+from benchmarks.candidates import PortableBackward
 from tests.harness.case import Case
 from tests.harness.draw import Sizes
 from tests.kernels.backward_modes import check_gradients, check_repeats
@@ -106,37 +104,6 @@ def test_a_tile_larger_than_a_block_reads_no_lists(
     sizes = replace(SIZES, Hq=1, Q_LEN=130, KV_LEN=100, D=48)
     with PortableBackward(keys, rows).installed():
         check_gradients(Case("causal", sizes, FP16, block_size=(64, 64)), False)
-
-
-ADDING = PortableAdding(Tile(32, 64, 4, 1))
-
-
-@pytest.mark.parametrize(
-    ("mod", "D", "Dv"), [("causal", 192, 144), ("softcap", 40, 16), ("every_second_row", 16, 16)]
-)
-def test_dq_added_to_memory_by_the_key_kernel(mod: str, D: int, Dv: int) -> None:
-    """Wide heads in two passes, of which the first adds dq; others in one."""
-    sizes = replace(SIZES, Hq=4, Hkv=2, Q_LEN=70, KV_LEN=90, D=D, Dv=Dv)
-    with ADDING.installed():
-        check_gradients(Case(mod, sizes, FP16, block_size=(64, 64)), False)
-
-
-def test_dq_is_not_added_to_memory_where_gradients_are_to_repeat() -> None:
-    with replace(ADDING).installed():  # with no launches remembered
-        check_repeats(Case("causal", SIZES, FP16), "cpu", times=1)
-        roles = [role for _, role in ready_backward._ready]
-    assert roles and not any(role.want_dq for role in roles)
-
-
-def test_dq_is_added_once_whatever_was_tried_before() -> None:
-    """A kernel may be launched several times until a tile is chosen."""
-    tiles = (Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
-    with (
-        ADDING.installed(),
-        mock.patch.object(configs_backward, "adding_tiles", lambda device, shape: tiles),
-        mock.patch.object(configs_backward, "FEW_SPILLS", -1),
-    ):
-        check_gradients(Case("causal", SIZES, FP16), False)
 
 
 @pytest.mark.parametrize("mod", ["left_padding", "nothing", "dilated_by_head"])
