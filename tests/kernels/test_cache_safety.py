@@ -21,6 +21,7 @@ from attnloom.backends.cpu import build, cache, toolchain
 from attnloom.backends.cpu.forks import threads_lost
 from attnloom.errors import CacheError, CompileError
 from attnloom.stats import compile_stats, reset_compile_stats
+from tests.harness.unprivileged import read_only_folder
 
 ROOT = Path(__file__).parents[2]
 SOURCE = 'extern "C" int answer() { return %d; }'
@@ -175,16 +176,14 @@ def test_folder_that_others_can_replace(folder: Path, tmp_path: Path) -> None:
         assert staging.parent == shared / "cache"
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_read_only_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = tmp_path / "home"
-    home.mkdir(mode=0o500)
+def test_read_only_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNLOOM_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(home))
-    another_process()
-    with pytest.warns(UserWarning, match=r"cannot be used: .*Permission denied"):
-        assert answer(28) == (28, 1)
+    with read_only_folder() as home:
+        monkeypatch.setenv("HOME", str(home))
+        another_process()
+        with pytest.warns(UserWarning, match=r"cannot be used: .*Permission denied"):
+            assert answer(28) == (28, 1)
 
 
 def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from triton.runtime import cache
 
 from attnloom.backends import folder as cache_folder
 from attnloom.backends.triton import installation
+from tests.harness.unprivileged import read_only_folder
 
 
 @pytest.fixture
@@ -296,14 +297,11 @@ def test_a_full_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert kept_by_a_new_process(counting(), root) == "digest 1"
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_home_that_is_read_only(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "home").mkdir(mode=0o500)
-    monkeypatch.setenv("ATTNLOOM_CACHE_DIR", str(tmp_path / "home" / "cache"))
-    with pytest.warns(UserWarning, match=r"cannot be used: .*Permission denied"):
-        assert kept_by_a_new_process(counting(), root) == "digest 1"
+def test_a_home_that_is_read_only(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with read_only_folder() as home:
+        monkeypatch.setenv("ATTNLOOM_CACHE_DIR", str(home / "cache"))
+        with pytest.warns(UserWarning, match=r"cannot be used: .*Permission denied"):
+            assert kept_by_a_new_process(counting(), root) == "digest 1"
 
 
 def test_no_home_at_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

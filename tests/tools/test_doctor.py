@@ -10,6 +10,7 @@ import attnloom
 from attnloom.backends.cpu import cache, toolchain
 from attnloom.tools import diagnosis
 from attnloom.tools.diagnosis import inspect_cache
+from tests.harness.unprivileged import read_only_folder
 
 
 @pytest.fixture
@@ -122,11 +123,10 @@ def test_cache_that_is_not_made_yet(tmp_path):
     assert (state.exists, state.problem) == (False, "")
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_cache_that_cannot_be_made(tmp_path):
-    tmp_path.chmod(0o500)
-    state = inspect_cache(tmp_path / "a")
-    assert state.problem.endswith(f"'{tmp_path}' cannot be written by you.")
+def test_cache_that_cannot_be_made():
+    with read_only_folder() as folder:
+        state = inspect_cache(folder / "a")
+    assert state.problem.endswith(f"'{folder}' cannot be written by you.")
 
 
 def test_cache_below_a_file_cannot_be_made(tmp_path):
