@@ -8,7 +8,7 @@ indices that matter count: at live scores, and on the side of a `where` that is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ def check(call: AttentionCall, score_mod: Mod, mask_mod: Mod) -> None:
     Raises:
         ShapeError: an index is out of range; names the mod, the captured tensor and the position.
     """
-    for start, stop in row_chunks(call.query, call.key):
-        at = positions(call.query[:, :, start:stop], call.key.size(2), start)
+    for at in _parts(call):
         shape = torch.broadcast_shapes(*(x.shape for x in at.values()))
         if call.score is not None:
             live = live_scores(call, at)
@@ -48,6 +47,21 @@ def check(call: AttentionCall, score_mod: Mod, mask_mod: Mod) -> None:
                 "kv": at["kv"] + call.blocks.kv_offset,
             }
             _check_program(call.mask, shifted, partial, mask_mod)
+
+
+def _parts(call: AttentionCall) -> Iterator[dict[str, torch.Tensor]]:
+    """Positions of all scores, a chunk at a time; over a cache those of each sequence."""
+    query, table = call.query, call.table
+    if table is None:
+        keys = call.key.size(2)
+        for start, stop in row_chunks(query, keys):
+            yield positions(query[:, :, start:stop], keys, start)
+        return
+    for b, (length, count) in enumerate(zip(*table.on_host(query.size(2)), strict=True)):
+        rows = query[b : b + 1, :, :count]
+        for start, stop in row_chunks(rows, length):
+            at = positions(rows[:, :, start:stop], length, length - count + start)
+            yield at | {"b": at["b"] + b}
 
 
 def _check_program(

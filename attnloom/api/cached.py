@@ -90,35 +90,8 @@ def check(
     validate.check_mask_batch(block_mask, query)
 
 
-def attention(
-    launch: Launch,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...],
-    want_max_scores: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run a launch; as `autograd.attention`, for inference only.
-
-    Raises:
-        UnsupportedError: somebody will ask for a gradient, or looks on.
-    """
-    if launch.options.debug_bounds:
-        raise UnsupportedError(
-            "kernel_options debug_bounds checks whole sequences, not a cache. Check mods on the "
-            "sequences without their cache; indices are clamped here as everywhere."
-        )
-    _check_inference(query, key, value, *tensors)
-    if autocast.is_on(query):
-        with autocast.switched_off(query):
-            result = launch.forward(query, key, value, tensors, want_max_scores)
-    else:
-        result = launch.forward(query, key, value, tensors, want_max_scores)
-    return result.out, result.lse, result.max_scores if want_max_scores else None
-
-
-def _check_inference(*tensors: torch.Tensor) -> None:
-    """Raise UnsupportedError where somebody will ask for a gradient."""
+def check_inference(*tensors: torch.Tensor) -> None:
+    """Raise UnsupportedError where somebody will ask for a gradient, or looks on."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise UnsupportedError(
             "attention over a cache has no backward, and an input or a captured tensor requires "
@@ -130,3 +103,20 @@ def _check_inference(*tensors: torch.Tensor) -> None:
             "attention over a cache does not run under torch.func transforms, torch.export or "
             "other dispatch modes. Call it outside of them."
         )
+
+
+def attention(
+    launch: Launch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    want_max_scores: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Run a launch; as `autograd.attention`, for inference only."""
+    if autocast.is_on(query):
+        with autocast.switched_off(query):
+            result = launch.forward(query, key, value, tensors, want_max_scores)
+    else:
+        result = launch.forward(query, key, value, tensors, want_max_scores)
+    return result.out, result.lse, result.max_scores if want_max_scores else None

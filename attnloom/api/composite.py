@@ -31,7 +31,7 @@ def attend(
     with autocast.switched_off(query):
         parts = [
             _attend_rows(launch.call(query[:, :, a:b], key, value, tensors), a)
-            for a, b in row_chunks(query, key)
+            for a, b in row_chunks(query, key.size(2))
         ]
         if not parts:
             parts = [_attend_rows(launch.call(query, key, value, tensors), 0)]
@@ -63,7 +63,7 @@ def second_order(
     by_row: list[Tensors] = []
     shared: Tensors | None = None  # of key, value and captured tensors: summed over chunks
     with autocast.switched_off(query):
-        for a, b in row_chunks(query, key):
+        for a, b in row_chunks(query, key.size(2)):
             rows = slice(a, b)
             dq, dk, dv, *captured = cotangents
             gq, gk, gv, gfloats, gdout, gdlse = _pull_back(

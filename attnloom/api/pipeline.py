@@ -61,13 +61,13 @@ def run(
         cached.check(query, key, table, whole)
     elif whole is not None:
         validate.check_mask(whole, query, key)
-    if whole is not None:
-        lists, mask_mod = whole.lists(), whole.mask_mod
     if score_mod is not None:
         validate.check_score_mod(score_mod)
         validate.check_extent(score_mod, query, key, table is not None)
-    if whole is not None and mask_mod is not None and mask_mod is not noop_mask:
-        mask = _traced_mask(whole, query, validate.reach(query, key, table))
+    if whole is not None:
+        lists, mask_mod = whole.lists(), whole.mask_mod
+        if mask_mod is not noop_mask:
+            mask = _traced_mask(whole, query, validate.reach(query, key, table))
     if options.backend == "reference":
         if table is None:
             result = reference_forward(query, key, value, score_mod, mask_mod, lists, factor)
@@ -81,12 +81,13 @@ def run(
         _warn_of_score(score_mod, score, options, validate.reach(query, key, table))
     launch, tensors = plan_launch((query, key, value), score, mask, lists, factor, options, table)
     if table is not None:
-        return cached.attention(launch, query, key, value, tensors, want_max_scores)
-    if call is not None and place is not None and not options.debug_bounds:
-        repeats.keep(place, call, launch)
+        cached.check_inference(query, key, value, *tensors)
     if options.debug_bounds:
         bounds_check.check(launch.call(query, key, value, tensors), score_mod, mask_mod)
-    return autograd.attention(launch, query, key, value, tensors, want_max_scores)
+    elif call is not None and place is not None:
+        repeats.keep(place, call, launch)
+    attend = autograd.attention if table is None else cached.attention
+    return attend(launch, query, key, value, tensors, want_max_scores)
 
 
 def _traced_mask(whole: BlockMask, query: torch.Tensor, reach: dict[str, int]) -> BoundProgram:

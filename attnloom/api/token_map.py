@@ -15,10 +15,10 @@ from attnloom.ir.interpret import interpret
 MAX_SCORES = 1 << 20
 
 
-def row_chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[int, int]]:
+def row_chunks(query: torch.Tensor, keys: int) -> Iterator[tuple[int, int]]:
     """(start, stop) query ranges whose scores stay below MAX_SCORES."""
     rows = query.size(2)
-    a_row = max(1, query.size(0) * query.size(1) * key.size(2))
+    a_row = max(1, query.size(0) * query.size(1) * keys)
     step = max(1, MAX_SCORES // a_row)
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
@@ -51,26 +51,29 @@ def live_scores(call: AttentionCall, at: dict[str, torch.Tensor]) -> torch.Tenso
 def tile_tokens(
     blocks: BlockLists, at: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores inside partial and inside full tiles: [Bm, Hm, rows, KV_LEN] bool each."""
+    """Scores inside partial and inside full tiles: [Bm, Hm, rows, KV_LEN] bool each, of the batch
+    entries of `at` where they have lists of their own."""
     q_idx, kv_idx = at["q"].flatten(), at["kv"].flatten()
     device = q_idx.device
     num_rows = -(-blocks.q_len // blocks.q_block)
     columns = -(-blocks.kv_len // blocks.kv_block)
     num_entries = blocks.entries.size(0)
+    b = at["b"].flatten() if blocks.num_batches > 1 else at["b"].new_zeros(1)
     if num_entries == 0:
-        shape = (blocks.num_batches, blocks.num_heads, q_idx.size(0), kv_idx.size(0))
+        shape = (b.size(0), blocks.num_heads, q_idx.size(0), kv_idx.size(0))
         none = torch.zeros(shape, dtype=torch.bool, device=device)
         return none, none
     # One ascending key an entry: its list row, its column, and the low bit of a partial tile.
     spots = torch.arange(num_entries, device=device)
     owner = torch.searchsorted(blocks.row_offsets, spots, right=True) - 1
     keys = owner * (2 * columns) + blocks.entries
-    groups = torch.arange(blocks.num_batches * blocks.num_heads, device=device)
+    heads = torch.arange(blocks.num_heads, device=device)
+    groups = (b[:, None] * blocks.num_heads + heads).flatten()
     rows = groups[:, None] * num_rows + q_idx // blocks.q_block  # [Bm * Hm, rows]
     wanted = rows[..., None] * columns + torch.arange(columns, device=device)
     found = keys[torch.searchsorted(keys, 2 * wanted).clamp(max=num_entries - 1)]
     hit, is_partial = (found >> 1) == wanted, (found & 1) == 1
-    shape = (blocks.num_batches, blocks.num_heads, q_idx.size(0), columns)
+    shape = (b.size(0), blocks.num_heads, q_idx.size(0), columns)
     column = kv_idx // blocks.kv_block
     partial, full = (
         kind.view(shape)[..., column] for kind in (hit & is_partial, hit & ~is_partial)

@@ -255,10 +255,6 @@ MISTAKES = {
         lambda: flex_attention(_paged()[0].requires_grad_(), _paged()[1]),
         UnsupportedError, "attention over a cache has no backward",
     ),
-    "debug_bounds": (
-        lambda: flex_attention(*_paged(), kernel_options={"debug_bounds": True}),
-        UnsupportedError, "debug_bounds checks whole sequences",
-    ),
     "layer of several": (
         lambda: flex_attention(_paged()[0], new_cache(num_layers=3)),
         OptionError, "this cache has 3 layers; pass batch.layer(i)",
