@@ -15,7 +15,6 @@ from attnloom.backends.gluon import (
     backward_load,
     backward_math,
     backward_products,
-    backward_rows,
     backward_shared,
     backward_sm90,
     rings,
@@ -25,7 +24,6 @@ from tests.kernels.gluon_world import (
     Nothing,
     Pointer,
     ProtocolError,
-    Vec,
     World,
     held,
     play,
@@ -33,8 +31,8 @@ from tests.kernels.gluon_world import (
 )
 
 MODULES = (
-    backward_dq, backward_jobs, backward_load, backward_math, backward_products, backward_rows,
-    backward_shared, backward_sm90, rings,
+    backward_dq, backward_jobs, backward_load, backward_math, backward_products, backward_shared,
+    backward_sm90, rings,
 )  # fmt: skip
 TILE_M, HALF, LINES = 4, 4, 8
 HEADS, GROUP = 4, 2
@@ -98,7 +96,7 @@ class Backward:
     """A program with a configuration, and its tiles one after the other."""
 
     def __init__(self, cfg: Any, visits: Sequence[Visit], seed: int, laggard: str = "") -> None:
-        """laggard: "load", "keys" (the first consumer), "queries" (who computes dq) or "rows"."""
+        """laggard: "load", "keys" (the first consumer) or "queries" (who computes dq)."""
         assert cfg.PERSISTENT or len(visits) == 1
         self.cfg, self.visits, self.world, self.laggard = cfg, visits, World(seed), laggard
         self.places = [
@@ -132,10 +130,6 @@ class Backward:
             if cfg.DQ_APART:
                 roles["queries"] = functools.partial(
                     self._own_queries, backward_dq.own_queries, mem, mine
-                )
-            if cfg.NUM_ROWS:
-                roles["rows"] = functools.partial(
-                    backward_rows.write_rows, mem, None, mine, (), Int(0), cfg
                 )
             play(self.world, [(role, 0, name == self.laggard) for name, role in roles.items()])
         halves = (0,) if cfg.DQ_APART else (0, 1)
@@ -209,7 +203,7 @@ class Backward:
             "modified": self._modified,
             "subtrahend": lambda less, *_: less,
             "exp2_fast": lambda x: x,
-            "masked": self._masked,
+            "masked": lambda p, *_: p,
             "weighted": lambda p, *_: p,
             "dscores": lambda weight, dp, rest, sums, *_: (weight, sums),
             "async_store": self._store,
@@ -221,13 +215,6 @@ class Backward:
         if pieces != (context, corner):
             raise ProtocolError(f"pieces of {pieces} serve {corner} of {context}")
         return Nothing(), Nothing()
-
-    def _masked(self, p: Any, _: Any, mem: Any, n: int, queries: Vec, *rest: Any) -> Any:
-        if self.cfg.NUM_ROWS:
-            (found,) = backward_rows.read_rows(mem, n, self.cfg)
-            if isinstance(found, Nothing) or [*found] != [*queries]:
-                raise ProtocolError(f"rows of other queries serve those from {queries[0]} on")
-        return p
 
     def _placed(self, _: Any, found: Sequence[int], __: Any) -> Any:
         tile, b_kv, h_kv = found

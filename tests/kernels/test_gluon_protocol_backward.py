@@ -22,8 +22,7 @@ def form(**changed: Any) -> SimpleNamespace:
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
         PANELS=1, VALUE_PANELS=1, STEPS_PAST_END=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
-        FOLD=False, LATE=False, PREFETCH=False, DEFERRED=False, NUM_ROWS=0, ROW0="int32",
-        MASK_HEAD=lambda *_: None, MASK_ROW=lambda args, head, b, h, queries: (queries,),
+        FOLD=False, LATE=False, PREFETCH=False, DEFERRED=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -56,11 +55,6 @@ FORMS = {
     "narrow, tiles drawn, early, results late": form(
         DQ_APART=True, EARLY=True, FOLD=True, DEFERRED=True, **FOUR, **DRAWN
     ),
-    "wide, rows": form(FOLD=True, NUM_ROWS=1),
-    "wide, tiles drawn, rows": form(FOLD=True, NUM_ROWS=1, DEFERRED=True, **DRAWN),
-    "narrow, tiles drawn, early, rows": form(
-        DQ_APART=True, EARLY=True, FOLD=True, NUM_ROWS=1, **FOUR, **DRAWN
-    ),
     "no mask": form(
         HAS_LISTS=False, HAS_MASK=False, MAY_MASK=False, NEEDS_QUERIES=False, HAS_TAIL=False, SUB=1
     ),
@@ -78,18 +72,11 @@ def visit_of(cfg: Any, draw: random.Random) -> Visit:
     return Visit(tuple(blocks), cfg.SAME_LISTS, 4 * cfg.SUB * TILE_M - draw.randint(0, 6))
 
 
-# A warpgroup of dq alone and a warp that looks up queries are not in every form.
+# A warpgroup of dq alone is not in every form.
 LAGGARDS = [
     (name, laggard)
     for name, cfg in FORMS.items()
-    for laggard, there in {
-        "": True,
-        "load": True,
-        "keys": True,
-        "queries": cfg.DQ_APART,
-        "rows": cfg.NUM_ROWS,
-    }.items()
-    if there
+    for laggard in ("", "load", "keys", *(["queries"] if cfg.DQ_APART else []))
 ]
 
 
@@ -120,16 +107,6 @@ def dq_of_this_step(names: dict[str, Any]) -> dict[str, Any]:
 
     def wait(barrier, phase, pred=True):
         if not barrier.name.startswith("ds_full"):
-            names["mbarrier"].wait(barrier, phase, pred)
-
-    return {"mbarrier": SimpleNamespace(**{**vars(names["mbarrier"]), "wait": wait})}
-
-
-def rows_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
-    """Rows of a step are not waited for."""
-
-    def wait(barrier, phase, pred=True):
-        if not barrier.name.startswith("row_full"):
             names["mbarrier"].wait(barrier, phase, pred)
 
     return {"mbarrier": SimpleNamespace(**{**vars(names["mbarrier"]), "wait": wait})}
@@ -180,7 +157,6 @@ def jobs_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
         ("narrow, by head, prefetch", pieces_of_the_head_before),
         ("wide, tiles drawn", jobs_given_back_early),
         ("wide, by head", lists_counted_from_zero),
-        ("wide, tiles drawn, rows", rows_of_the_step_before),
         ("wide", dq_of_this_step),
         ("narrow", dq_of_this_step),
         ("narrow, early", queries_given_back_early),
@@ -190,8 +166,7 @@ def test_planted_mistakes_are_found(
     name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visits = [SHORT] * 6 if mistake is jobs_given_back_early else [LONG]
-    laggard = "rows" if mistake is rows_of_the_step_before else "keys"
-    launch = Backward(FORMS[name], visits, 0, laggard)
+    launch = Backward(FORMS[name], visits, 0, "keys")
     names = launch.names()
     monkeypatch.setattr(launch, "names", lambda: names | mistake(names))
     with pytest.raises(ProtocolError):

@@ -84,22 +84,6 @@ def test_mods(mod: str, head_dim: int) -> None:
     apart(check_mod, mod, head_dim, fp16)
 
 
-def check_rows(head_dim: int) -> None:
-    """Masks that look up queries, of one head for all and of each; scores capped after a product
-    with what is looked up; tiles whose last keys are not there."""
-    sizes = replace(SIZES, D=head_dim, Dv=head_dim)
-    for mod in ("document", "document_unsorted_per_batch", "document_relative_softcap"):
-        check(Case(mod, sizes, BF16), rows=True)
-    for mod in ("document", "every_second_row"):
-        check(Case(mod, replace(sizes, Q_LEN=1000, KV_LEN=1000), FP16), rows=True)
-        check(Case(mod, sizes, BF16), programs=64, rows=True)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_queries_looked_up_by_a_warp(head_dim: int) -> None:
-    apart(check_rows, head_dim)
-
-
 def check_lengths(head_dim: int) -> None:
     """One program has all tiles, or each of more than there are tiles none or one."""
     for programs in (1, 64):

@@ -33,8 +33,6 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg: gl.c
     full = mem.q_full.index(slot)
     mbarrier.wait(mem.q_empty.index(slot), phase)
     put(mem.tags.index(slot), row * 2 + partial)
-    if cfg.NUM_ROWS > 0:
-        mbarrier.arrive(mem.tag_full.index(slot), count=1)
     put(mem.lines.index(n & (LINES - 1)), line)
     mbarrier.expect(full, M * cfg.PANELS * cfg.D * 2 + M * 4)
     for i in gl.static_range(cfg.PANELS):

@@ -18,7 +18,6 @@ backward_shared.py and backends/triton/backward.py.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.backward_rows import read_rows
 from attnloom.backends.gluon.backward_shared import HALF
 from attnloom.backends.gluon.builtins import exp2_fast
 from attnloom.backends.gluon.rings import get, slot_of
@@ -126,7 +125,7 @@ def probabilities(
     p = exp2_fast(exponent)
     if cfg.MAY_MASK:
         if partial:
-            p = masked(p, context, mem, n, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+            p = masked(p, context, queries, keys, (q_offset, kv_offset), kv_len, cfg)
     return p, rest
 
 
@@ -151,16 +150,13 @@ def weighted(p, slope, cfg: gl.constexpr):
 
 
 @gluon.jit
-def masked(p, context, mem, n, queries, keys, offsets, kv_len, cfg: gl.constexpr):
-    """p of step n where the mask holds and keys exist, else 0. offsets: of the mask's positions."""
+def masked(p, context, queries, keys, offsets, kv_len, cfg: gl.constexpr):
+    """p where the mask holds and keys exist, else 0. offsets: of the mask's positions."""
     if cfg.HAS_MASK:
         b, h, _, mask_ctx, _, _ = context
         args, head, column = mask_ctx
         q, kv = queries + offsets[0], keys + offsets[1]
-        if cfg.NUM_ROWS > 0:
-            row = read_rows(mem, n, cfg)
-        else:
-            row = cfg.MASK_ROW(args, head, b, h, q)
+        row = cfg.MASK_ROW(args, head, b, h, q)
         p = gl.where(cfg.MASK_BODY(args, head, row, column, b, h, q, kv, 0), p, 0.0)
     if cfg.HAS_TAIL:
         p = gl.where((keys < kv_len)[:, None], p, 0.0)

@@ -32,8 +32,7 @@ class Shared:
     q, dout: [STAGES, TILE_M, D]. Heads in panels have PANELS or VALUE_PANELS entries for each of
     these, side by side. lse, delta: [STAGES, TILE_M]. tags: [STAGES, 1]. lines: [LINES, 1].
     ds: [4, HALF, TILE_M], slot * 2 + consumer. ds_empty is for whoever computes dq to say.
-    jobs: [2, 4], see backward_jobs.py. row0, row1: up to two of [STAGES, TILE_M], see
-    backward_rows.py.
+    jobs: [2, 4], see backward_jobs.py.
     """
 
     k: _Memory
@@ -46,8 +45,6 @@ class Shared:
     tags: _Memory
     lines: _Memory
     jobs: _Memory
-    row0: _Memory
-    row1: _Memory
     kv_full: _Memory
     q_full: _Memory
     q_empty: _Memory
@@ -57,22 +54,18 @@ class Shared:
     ds_empty: _Memory
     job_full: _Memory
     job_empty: _Memory
-    tag_full: _Memory
-    row_full: _Memory
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, dout, ds, lse, delta, tags, lines, jobs, row0, row1, kv_full, q_full,
-        q_empty, do_full, do_empty, ds_full, ds_empty, job_full, job_empty, tag_full, row_full,
+        self, k, v, q, dout, ds, lse, delta, tags, lines, jobs, kv_full, q_full, q_empty, do_full,
+        do_empty, ds_full, ds_empty, job_full, job_empty,
     ):  # fmt: skip
         self.k, self.v, self.q, self.dout, self.ds = k, v, q, dout, ds
-        self.lse, self.delta, self.tags, self.lines = lse, delta, tags, lines
-        self.jobs, self.row0, self.row1 = jobs, row0, row1
+        self.lse, self.delta, self.tags, self.lines, self.jobs = lse, delta, tags, lines, jobs
         self.kv_full, self.q_full, self.q_empty = kv_full, q_full, q_empty
         self.do_full, self.do_empty = do_full, do_empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
         self.job_full, self.job_empty = job_full, job_empty
-        self.tag_full, self.row_full = tag_full, row_full
 
 
 @aggregate
@@ -137,16 +130,9 @@ def allocate(cfg: gl.constexpr):
     KV: gl.constexpr = cfg.KV_STAGES
     P: gl.constexpr = cfg.PANELS
     VP: gl.constexpr = cfg.VALUE_PANELS
-    # programs of heads in panels draw no tiles and look up no rows
+    # programs of heads in panels draw no tiles
     ALONE: gl.constexpr = cfg.PANELS > 1
-    LOOKS_UP: gl.constexpr = 1 if cfg.NUM_ROWS > 0 else 0
-    READERS: gl.constexpr = (3 if cfg.DQ_APART else 2) + LOOKS_UP
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
-    row0, row1 = tags, tags
-    if cfg.NUM_ROWS > 0:
-        row0 = gl.allocate_shared_memory(cfg.ROW0, [S, M], SCALARS)
-    if cfg.NUM_ROWS > 1:
-        row1 = gl.allocate_shared_memory(cfg.ROW1, [S, M], SCALARS)
     mem = Shared(
         gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * P, HALF, cfg.D], TILES),
         gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * VP, HALF, cfg.DV], TILES),
@@ -158,8 +144,6 @@ def allocate(cfg: gl.constexpr):
         tags,
         gl.allocate_shared_memory(gl.int32, [LINES, 1], SCALARS),
         tags if ALONE else gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
-        row0,
-        row1,
         gl.allocate_shared_memory(gl.int64, [KV, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
@@ -169,25 +153,20 @@ def allocate(cfg: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         tags if ALONE else gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         tags if ALONE else gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-        tags if ALONE else gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        tags if ALONE else gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
     )
     for i in gl.static_range(KV):
         mbarrier.init(mem.kv_full.index(i), count=1)
     for i in gl.static_range(S):
         mbarrier.init(mem.q_full.index(i), count=1)
-        mbarrier.init(mem.q_empty.index(i), count=2 + LOOKS_UP)
+        mbarrier.init(mem.q_empty.index(i), count=2)
         mbarrier.init(mem.do_full.index(i), count=1)
-        mbarrier.init(mem.do_empty.index(i), count=2 + LOOKS_UP)
-        if not ALONE:
-            mbarrier.init(mem.tag_full.index(i), count=1)
-            mbarrier.init(mem.row_full.index(i), count=1)
+        mbarrier.init(mem.do_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(mem.ds_full.index(i), count=2)
         mbarrier.init(mem.ds_empty.index(i), count=1 if cfg.DQ_APART else 2)
         if not ALONE:
             mbarrier.init(mem.job_full.index(i), count=1)
-            mbarrier.init(mem.job_empty.index(i), count=READERS)
+            mbarrier.init(mem.job_empty.index(i), count=3 if cfg.DQ_APART else 2)
     fence_async_shared()
     return mem
 

@@ -52,7 +52,6 @@ from attnloom.backends.gluon.backward_math import (
     weighted,
 )
 from attnloom.backends.gluon.backward_products import give_ds, start_dp, start_scores
-from attnloom.backends.gluon.backward_rows import write_rows
 from attnloom.backends.gluon.backward_shared import (
     HALF,
     KEYS,
@@ -289,15 +288,13 @@ def backward_kernel(
     sizes = (whole32(shape, 12), whole32(shape, 21), whole32(shape, 24))
     descs, mods = (dk_desc, dv_desc), (score_args, mask_args, sinks)
     DQ_WARPS: gl.constexpr = 4 if cfg.DQ_APART else 0
-    ROW_WARPS: gl.constexpr = 1 if cfg.NUM_ROWS > 0 else 0
     bi.warp_specialize(
         [
             (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
             (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
             (own_queries, (mem, plan, mine, dq_ptr, cfg)),
             (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter, cfg)),
-            (write_rows, (mem, plan, mine, mask_args, sizes[1], cfg)),
         ],
-        [4, DQ_WARPS, 1, ROW_WARPS],
-        [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
+        [4, DQ_WARPS, 1],
+        [cfg.REGISTERS, cfg.DQ_REGISTERS, cfg.LOAD_REGISTERS],
     )

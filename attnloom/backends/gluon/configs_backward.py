@@ -23,9 +23,8 @@ PANELS = 3
 class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
-    16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead. rows:
-    what a mask looks up of queries is looked up by a warp of its own (backward_rows.py). No device
-    has shown `late`, `rows` or `deferred` yet. The others: see backward_sm90.py and
+    16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead. No
+    device has shown `late` or `deferred` yet. The others: see backward_sm90.py and
     fields_backward.py.
     """
 
@@ -43,7 +42,6 @@ class Form:
     prefetch: bool = False
     persistent: bool = False
     late: bool = False
-    rows: bool = False
     deferred: bool = False
 
     def __post_init__(self) -> None:

@@ -229,11 +229,9 @@ def emit_mask(program: Program, target: Target) -> str:
     return gluon_module(*writer.outer(), writer.body(""))
 
 
-def values_by(program: Program, by: Axes) -> list[int]:
-    """The nodes whose values `column` (by keys) or `row` (by queries) of a program's fragment
-    gives, in order."""
-    writer = LevelWriter(program, "", Target())
-    return writer.column if by == Axes.KV else writer.row
+def values_by_key(program: Program) -> list[int]:
+    """The nodes whose values `column` of a program's fragment gives, in order."""
+    return LevelWriter(program, "", Target()).column
 
 
 def comes_in_pieces(program: Program, target: Target) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import triton
-from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.configs_backward import KEYS, PANEL, PANELS, STEP, Form, width_of
 from attnloom.backends.gluon.emit_grad import gradient_fragment
-from attnloom.backends.gluon.fields import Sm90Config, mask_target, score_target, shared_fields
-from attnloom.backends.gluon.fields_forward import form_of, looked_up, scales_of
+from attnloom.backends.gluon.fields import Sm90Config, score_target, shared_fields
+from attnloom.backends.gluon.fields_forward import form_of, scales_of
 from attnloom.backends.gluon.score_form import ScoreForm
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.arguments import is_aligned
@@ -39,7 +38,6 @@ class BackwardSm90Config(Sm90Config):
     HAS_SINKS: captured gradients. SLOPE_FIRST: there are none, and the derivative by the score is
         computed with the score. FINITE_SLOPE: it is finite where scores are.
     DQ_REGISTERS: a thread, of the warpgroup of dq.
-    NUM_ROWS, ROW0, ROW1: values of queries that a warp of its own computes for the mask.
     """
 
     TILE_M: int
@@ -61,9 +59,6 @@ class BackwardSm90Config(Sm90Config):
     LATE: bool
     DEFERRED: bool
     DQ_REGISTERS: int
-    NUM_ROWS: int
-    ROW0: gl.dtype
-    ROW1: gl.dtype
     GRAD_HEAD: JITFunction | None = None
     GRAD_ROW: JITFunction | None = None
     GRAD_COLUMN: JITFunction | None = None
@@ -159,9 +154,6 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     )  # fmt: skip
     has_score = shared["HAS_SCORE"]
     by_head = units > 1 and (mods.sinks is not None or tells_heads_apart(call))
-    rows: tuple[gl.dtype, ...] = ()
-    if form.rows and not by_head:
-        rows = looked_up(call.mask, mask_target(call, form.narrow), Axes.Q)
     if mods.inner is not None:
         shared |= gradient_fragment(mods.inner, target, exact, mods.sinks)
     return BackwardSm90Config(
@@ -191,9 +183,6 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         LOAD_REGISTERS=form.load_registers,
-        NUM_ROWS=len(rows),
-        ROW0=rows[0] if rows else gl.int32,
-        ROW1=rows[1] if len(rows) > 1 else gl.int32,
     )
 
 

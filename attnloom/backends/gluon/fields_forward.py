@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.configs_forward import Form
-from attnloom.backends.gluon.emit import values_by
+from attnloom.backends.gluon.emit import values_by_key
 from attnloom.backends.gluon.fields import Sm90Config, mask_target, score_target, shared_fields
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
@@ -132,18 +132,16 @@ def config_of(
     )
 
 
-def looked_up(
-    mask: BoundProgram | None, target: Target, by: Axes = Axes.KV
-) -> tuple[gl.dtype, ...]:
-    """Types of the values of keys, or queries, that a mask looks up, as a warp of its own leaves
-    them for the consumers; none if it looks up nothing by these alone, or more values than there is
-    room for. target: of the mask's fragment."""
+def looked_up(mask: BoundProgram | None, target: Target) -> tuple[gl.dtype, ...]:
+    """Types of the values of keys that a mask looks up, as a warp of its own leaves them for the
+    consumers; none if it looks up nothing by keys alone, or more values than there is room for.
+    target: of the mask's fragment."""
     if mask is None:
         return ()
     program = mask.program
-    found = values_by(program, by)
+    found = values_by_key(program)
     loads = any(
-        node.op == "load" and axes & (Axes.Q | Axes.KV) == by
+        node.op == "load" and axes & (Axes.Q | Axes.KV) == Axes.KV
         for node, axes in zip(program.nodes, program.axes, strict=True)
     )
     types = tuple(

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnloom.backends.gluon.forward_shared import all_full, key_tile, take_job
-from attnloom.backends.gluon.rings import get, looked_up, phase_of, slot_of
+from attnloom.backends.gluon.rings import get, phase_of, slot_of
 
 
 @gluon.jit
@@ -52,8 +52,18 @@ def read_columns(mem, n, L: gl.constexpr, cfg: gl.constexpr):
     """The values of step n as `MASK_COLUMN` gives them."""
     slot = slot_of(n, cfg)
     mbarrier.wait(mem.column_full.index(slot), phase_of(n, cfg))
-    first = looked_up(mem.column0.index(slot), L, cfg.COLUMN0)
+    first = _looked_up(mem.column0.index(slot), L, cfg.COLUMN0)
     if cfg.NUM_COLUMNS > 1:
-        return first, looked_up(mem.column1.index(slot), L, cfg.COLUMN1)
+        return first, _looked_up(mem.column1.index(slot), L, cfg.COLUMN1)
     else:
         return (first,)
+
+
+@gluon.jit
+def _looked_up(src, L: gl.constexpr, TYPE: gl.constexpr):
+    """What a warp looked up for dimension 1 of scores in layout L; bool was left as int8."""
+    found = src.load(gl.SliceLayout(0, L))
+    if gl.int8 == TYPE:
+        return found != 0
+    else:
+        return found

@@ -38,13 +38,3 @@ def box(tile, ROWS: gl.constexpr, COLS: gl.constexpr, cfg: gl.constexpr):
     """A tile as the descriptors of [B, H, L, D] tensors see it."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     return bi.reinterpret(tile, cfg.OPERAND, [1, 1, ROWS, COLS], LAYOUT)
-
-
-@gluon.jit
-def looked_up(src, L: gl.constexpr, TYPE: gl.constexpr):
-    """What a warp looked up for dimension 1 of scores in layout L; bool was left as int8."""
-    found = src.load(gl.SliceLayout(0, L))
-    if gl.int8 == TYPE:
-        return found != 0
-    else:
-        return found
