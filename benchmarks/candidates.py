@@ -155,7 +155,6 @@ class Candidate:
 
 
 _CAUSAL = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
-_CAUSAL_64 = configs_backward.form_for(64, 64, may_mask=True, may_fold=True)
 _IN_PANELS = configs_backward.form_in_panels(may_fold=False)
 _DOCUMENTS_IN_PANELS = replace(configs_backward.form_in_panels(may_fold=True), narrow=True)
 _PORTABLE = {
@@ -183,13 +182,6 @@ CANDIDATES = (
         (_causal(72),),
         0,
         "in use before; 0.94 at D=80, which has the same columns in both",
-    ),
-    Candidate(
-        "documents backward, D=64",
-        GluonBackward(_CAUSAL_64),
-        (GpuCase("documents12", 16, 16, 16, 2048, 2048, 64),),
-        24,
-        "1.02 at D=128, with drawn tiles, though smaller blocks leave out 29% of the scores",
     ),
     Candidate(
         "D=192 in Gluon with a score_mod",

@@ -54,6 +54,7 @@ _NARROW = Form(
     2, dq_apart=True, early=False, fold=False, registers=208,
     pieces=True, lines=True, streamed=True, prefetch=True,
 )  # fmt: skip
+_NARROW_DRAWN = Form(2, dq_apart=True, early=False, fold=False, registers=208, persistent=True)
 _NARROW_FOLD_DRAWN = Form(4, dq_apart=True, early=True, fold=True, registers=208, persistent=True)
 _WIDE = Form(2, dq_apart=False, early=False, fold=False, registers=240)
 _WIDE_FOLD = Form(2, dq_apart=False, early=False, fold=True, registers=240)
@@ -77,7 +78,9 @@ def form_for(
         learns: captured tensors get gradients.
     """
     if max(width_of(head_dim), width_of(value_dim)) == 64:
-        return _NARROW_FOLD_DRAWN if may_fold and may_mask else _NARROW
+        if not may_fold:
+            return _NARROW
+        return _NARROW_FOLD_DRAWN if may_mask else _NARROW_DRAWN
     if may_mask and not learns:
         return _WIDE_FOLD_DRAWN if may_fold else _WIDE_DRAWN
     return _WIDE_FOLD if may_fold else _WIDE

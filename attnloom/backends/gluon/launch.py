@@ -12,6 +12,7 @@ import logging
 import torch
 
 from attnloom.backends.gluon import gate
+from attnloom.backends.gluon.neighbours import warn_of_neighbours
 from attnloom.backends.registry import (
     AttentionCall,
     BackwardAgain,
@@ -42,6 +43,7 @@ class GluonBackend:
             found = launch_forward.forward(call, want_max_scores)
         if isinstance(found, str):
             return self._other(call, found).forward(call, want_max_scores)
+        warn_of_neighbours(call.query.device)
         return found
 
     def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:

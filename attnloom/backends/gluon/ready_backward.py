@@ -107,8 +107,7 @@ def slower(call: AttentionCall) -> str | None:
     if adds_in_each_step(call):
         return "gradients of captured tensors are added to in every step."
     form = _form_of(call)
-    seen_coarse = form.persistent and form.fold and max(widths) > 64
-    return slower_keys(call) or (None if seen_coarse else coarse(call))
+    return slower_keys(call) or (None if form.persistent and form.fold else coarse(call))
 
 
 def slower_keys(call: AttentionCall) -> str | None:
@@ -123,7 +122,7 @@ def slower_keys(call: AttentionCall) -> str | None:
 
 def coarse(call: AttentionCall) -> str | None:
     """The same of masks that the portable kernels leave out more of. Programs that draw their tiles
-    were seen even with them, where they had no score_mod and heads of more than 64."""
+    were seen faster even with them, where they had no score_mod."""
     if refined(call) is not call:
         return "blocks of 64 leave out many scores of those of the mask."
     return None
