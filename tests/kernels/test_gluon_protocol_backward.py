@@ -22,7 +22,7 @@ def form(**changed: Any) -> SimpleNamespace:
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
         PANELS=1, VALUE_PANELS=1, STEPS_PAST_END=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
-        FOLD=False, LATE=False, PREFETCH=False, DEFERRED=False,
+        FOLD=False, LATE=False, PREFETCH=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -51,10 +51,6 @@ FORMS = {
     "wide, tiles drawn, one list": form(SAME_LISTS=True, **DRAWN),
     "narrow, tiles drawn": form(DQ_APART=True, **DRAWN),
     "narrow, tiles drawn, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **DRAWN),
-    "wide, tiles drawn, results late": form(DEFERRED=True, **DRAWN),
-    "narrow, tiles drawn, early, results late": form(
-        DQ_APART=True, EARLY=True, FOLD=True, DEFERRED=True, **FOUR, **DRAWN
-    ),
     "no mask": form(
         HAS_LISTS=False, HAS_MASK=False, MAY_MASK=False, NEEDS_QUERIES=False, HAS_TAIL=False, SUB=1
     ),

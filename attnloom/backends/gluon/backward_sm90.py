@@ -10,7 +10,6 @@ reductions 5% (H200, D=128 and 64).
 
     DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
-    DEFERRED   dk and dv of a tile leave until the next one's first scores are there
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
     LATE       dP starts after this step's exponentials: it takes no registers until then (without
                EARLY)
@@ -191,11 +190,6 @@ def _keys_of_tile(
     mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
     mbarrier.wait(mem.q_full.index(slot_of(n, cfg)), phase_of(n, cfg), pred=total > 0)
     s = warpgroup_mma_wait(0, [start_scores(mem, n, base, kv + which, L, cfg)])
-    if cfg.DEFERRED:
-        # results of the tile before have left by now
-        if num > 0:
-            tma.store_wait(0)
-            done_with_job(mem, num - 1)
     line = -1
     for unit in range(0, parts_of(at, cfg)):
         b, h = unit_of(at, unit)
@@ -227,10 +221,9 @@ def _keys_of_tile(
     # keys are read for dq of both halves
     mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
     leave(descs[0], mem.k, kv + which, (dk,), outgoing, (b, h, row), cfg.D, cfg)
-    if not cfg.DEFERRED:
-        tma.store_wait(0)
-        if cfg.PERSISTENT:
-            done_with_job(mem, num)
+    tma.store_wait(0)
+    if cfg.PERSISTENT:
+        done_with_job(mem, num)
     return n
 
 
@@ -252,8 +245,6 @@ def _own_keys(mem, plan, mine, dq_ptr, descs, mods, scales, sizes, which, cfg: g
             num += 1
             wait_for_job(mem, num)
             tile, b_kv, h_kv, total = job_of(mem, num)
-        if cfg.DEFERRED:
-            tma.store_wait(0)
     else:
         at = placed(plan, mine, cfg)
         _keys_of_tile(

@@ -24,8 +24,7 @@ class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
     16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead. No
-    device has shown `late` or `deferred` yet. The others: see backward_sm90.py and
-    fields_backward.py.
+    device has shown `late` yet. The others: see backward_sm90.py and fields_backward.py.
     """
 
     stages: int
@@ -42,11 +41,9 @@ class Form:
     prefetch: bool = False
     persistent: bool = False
     late: bool = False
-    deferred: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.late and self.early)
-        assert self.persistent or not self.deferred
         assert self.pieces or not (self.lines or self.streamed or self.prefetch)
 
 

@@ -57,7 +57,6 @@ class BackwardSm90Config(Sm90Config):
     EARLY: bool
     FOLD: bool
     LATE: bool
-    DEFERRED: bool
     DQ_REGISTERS: int
     GRAD_HEAD: JITFunction | None = None
     GRAD_ROW: JITFunction | None = None
@@ -179,7 +178,6 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         EARLY=form.early,
         FOLD=form.fold,
         LATE=form.late,
-        DEFERRED=form.deferred,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         LOAD_REGISTERS=form.load_registers,
