@@ -22,7 +22,7 @@ def form(**changed: Any) -> SimpleNamespace:
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
         PANELS=1, VALUE_PANELS=1, STEPS_PAST_END=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
-        FOLD=False, LATE=False, PREFETCH=False,
+        FOLD=False, PREFETCH=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -37,7 +37,6 @@ FORMS = {
     "wide, from -lse and -delta, by head": form(FOLD=True, BY_HEAD=True),
     "wide, one list": form(SAME_LISTS=True),
     "wide, prefetch": form(PREFETCH=True),
-    "wide, dP late": form(LATE=True),
     "wide, by head, prefetch": form(BY_HEAD=True, PREFETCH=True),
     "narrow": form(DQ_APART=True),
     "narrow, by head, prefetch": form(DQ_APART=True, BY_HEAD=True, PREFETCH=True),

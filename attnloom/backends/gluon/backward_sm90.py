@@ -11,8 +11,6 @@ reductions 5% (H200, D=128 and 64).
     DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
-    LATE       dP starts after this step's exponentials: it takes no registers until then (without
-               EARLY)
     PREFETCH   what single scores look up is loaded a step ahead, into registers
     PERSISTENT one program a processor draws tiles, and copies for the next one are under way while
                dk and dv leave; otherwise a program has one tile
@@ -101,9 +99,8 @@ def _step(
     corner = (row, first)
     if not cfg.PREFETCH:
         pieces = look_up(context, corner, cfg)
-    if not cfg.LATE:
-        mbarrier.wait(mem.do_full.index(slot), phase)
-        dp = start_dp(mem, n, kv + which, L, cfg)
+    mbarrier.wait(mem.do_full.index(slot), phase)
+    dp = start_dp(mem, n, kv + which, L, cfg)
     if cfg.EARLY:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
@@ -112,9 +109,6 @@ def _step(
     )
     p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
     weight = weighted(p, rest, cfg)
-    if cfg.LATE:
-        mbarrier.wait(mem.do_full.index(slot), phase)
-        dp = start_dp(mem, n, kv + which, L, cfg)
     following = 0
     if cfg.PREFETCH:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)

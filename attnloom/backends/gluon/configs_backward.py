@@ -23,8 +23,8 @@ PANELS = 3
 class Form:
     """stages: of the rings. narrow: captured 64-bit integers that fit are held in 32 bits
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
-    16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead. No
-    device has shown `late` yet. The others: see backward_sm90.py and fields_backward.py.
+    16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead. The
+    others: see backward_sm90.py and fields_backward.py.
     """
 
     stages: int
@@ -40,10 +40,8 @@ class Form:
     streamed: bool = False
     prefetch: bool = False
     persistent: bool = False
-    late: bool = False
 
     def __post_init__(self) -> None:
-        assert not (self.late and self.early)
         assert self.pieces or not (self.lines or self.streamed or self.prefetch)
 
 

@@ -56,7 +56,6 @@ class BackwardSm90Config(Sm90Config):
     DQ_APART: bool
     EARLY: bool
     FOLD: bool
-    LATE: bool
     DQ_REGISTERS: int
     GRAD_HEAD: JITFunction | None = None
     GRAD_ROW: JITFunction | None = None
@@ -177,7 +176,6 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         DQ_APART=form.dq_apart,
         EARLY=form.early,
         FOLD=form.fold,
-        LATE=form.late,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         LOAD_REGISTERS=form.load_registers,
