@@ -32,13 +32,12 @@ _WORTH = 0.9
 _cache: dict[tuple[object, ...], BlockLists | None] = {}
 
 
-def refined(call: AttentionCall, sides: tuple[int, int] = SIDES) -> AttentionCall:
-    """The call with blocks of these sides where that leaves out enough; computed once a mask."""
+def refined(call: AttentionCall) -> AttentionCall:
+    """The call with blocks of SIDES where that leaves out enough; computed once a mask."""
     blocks, mask = call.blocks, call.mask
-    if blocks is None or mask is None or not call.query.is_cuda or not _has_few(blocks, sides):
+    if blocks is None or mask is None or not call.query.is_cuda or not _has_few(blocks):
         return call
     key = (
-        sides,
         id(blocks.row_offsets),
         id(blocks.entries),
         blocks.q_len,
@@ -52,25 +51,25 @@ def refined(call: AttentionCall, sides: tuple[int, int] = SIDES) -> AttentionCal
     if key not in _cache:
         if is_capturing(blocks.entries):
             return call  # to count tiles is to wait for the device
-        _cache[key] = _refined(mask, blocks, sides)
+        _cache[key] = _refined(mask, blocks)
         for tensor in (blocks.row_offsets, blocks.entries, *mask.tensors):
             weakref.finalize(tensor, _cache.pop, key, None)
     found = _cache[key]
     return call if found is None else replace(call, blocks=found)
 
 
-def _has_few(blocks: BlockLists, sides: tuple[int, int]) -> bool:
+def _has_few(blocks: BlockLists) -> bool:
     rows, live = blocks.row_offsets.numel() - 1, blocks.entries.numel()
     given = blocks.q_block, blocks.kv_block
-    smaller = given != sides and all(g >= side for g, side in zip(given, sides, strict=True))
+    smaller = given != SIDES and all(g >= side for g, side in zip(given, SIDES, strict=True))
     return smaller and 0 < live <= min(FEW_BLOCKS * rows, _MOST_BLOCKS)
 
 
-def _refined(mask: BoundProgram, blocks: BlockLists, sides: tuple[int, int]) -> BlockLists | None:
+def _refined(mask: BoundProgram, blocks: BlockLists) -> BlockLists | None:
     if not tells_apart(mask, blocks):
         return None
     with torch.no_grad():
-        found = refine(mask, blocks, sides)
+        found = refine(mask, blocks, SIDES)
     scores = blocks.entries.numel() * blocks.q_block * blocks.kv_block
-    worth = 0 < found.entries.numel() * sides[0] * sides[1] <= _WORTH * scores
+    worth = 0 < found.entries.numel() * SIDES[0] * SIDES[1] <= _WORTH * scores
     return found if worth else None
