@@ -10,6 +10,7 @@ from attnloom.api.launch import Launch
 from attnloom.block_mask import BlockMask
 from attnloom.errors import DeviceError, OptionError, ShapeError, UnsupportedError, counted
 from attnloom.masking.decode import DecodeMask
+from attnloom.masking.views import query_shift
 from attnloom.paged import PagedKV, PagedKVCache, PageTable
 from attnloom.paged.table import check_contents
 
@@ -86,6 +87,13 @@ def check(
             f"{counted(longest, 'token')} long. It is the mask of whole sequences, read where the "
             "queries stand: build it once with create_block_mask(mask_mod, B, H, LONGEST, "
             f"LONGEST), LONGEST at least {longest}."
+        )
+    shift = query_shift(block_mask.mask_mod)
+    if shift:
+        raise ShapeError(
+            f"block_mask begins at query {shift} of another, by `rows` or by indexing. Over a "
+            "cache it is looked up where each query stands in its sequence, and would be moved "
+            "twice: pass the mask of whole sequences."
         )
     validate.check_mask_batch(block_mask, query)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnloom.errors import DtypeError, ShapeError, counted
+from attnloom.errors import DtypeError, OptionError, ShapeError, counted
 from attnloom.masking.arguments import check_tensor, read_int
 from attnloom.paged.table import PageTable
 
@@ -40,20 +40,34 @@ class DecodeMask:
         """(B, H, Q_LEN, KV_LEN) of the whole mask; 1 broadcasts."""
         return self.mask.shape
 
-    def update(self, lengths: torch.Tensor) -> None:
+    def update(self, lengths: torch.Tensor, counts: torch.Tensor | None = None) -> None:
         """Take other lengths, in place. Waits for nothing.
 
+        Args:
+            counts: queries of each sequence, for a mask that was made with some; None: as they are.
         Raises:
-            DtypeError, ShapeError: lengths is no list of integers, one for each sequence.
+            DtypeError, ShapeError: they are no lists of integers, one for each sequence.
+            OptionError: counts, which the mask was made without.
         """
         _check_integers("lengths", lengths, "the tokens of each sequence, the queries included")
-        if lengths.shape != self.lengths.shape:
-            raise ShapeError(
-                f"lengths is {list(lengths.shape)}; this mask was made for "
-                f"{counted(self.lengths.numel(), 'sequence')}, one length each. Call for_decode "
-                "again for another batch."
-            )
-        self.table.lengths.copy_(lengths, non_blocking=True)
+        given = [("lengths", lengths, self.lengths)]
+        if counts is not None:
+            _check_integers("counts", counts, "the queries of each sequence")
+            if self.table.counts is None:
+                raise OptionError(
+                    "this mask was made without counts, so that every row of query is one. Give "
+                    "them to for_decode too: for_decode(lengths, counts)."
+                )
+            given.append(("counts", counts, self.table.counts))
+        for name, new, old in given:
+            if new.shape != old.shape:
+                raise ShapeError(
+                    f"{name} is {list(new.shape)}; this mask was made for "
+                    f"{counted(old.numel(), 'sequence')}, one {name[:-1]} each. Call for_decode "
+                    "again for another batch."
+                )
+        for _, new, old in given:
+            old.copy_(new, non_blocking=True)
 
     def advance(self, count: int = 1) -> None:
         """Let every sequence grow by `count` tokens, in place.

@@ -27,6 +27,13 @@ def shift_mod(mod: MaskMod, q_offset: int, kv_offset: int = 0) -> MaskMod:
     return functools.partial(shifted_mask, mod, q_offset, kv_offset)
 
 
+def query_shift(mod: MaskMod) -> int:
+    """How far `shift_mod` moved the queries of a mod; 0 if it did not."""
+    if isinstance(mod, functools.partial) and mod.func is shifted_mask:
+        return mod.args[1]
+    return 0
+
+
 def pick_mod(mod: MaskMod, batch: Pick | None, head: Pick | None, query: Pick | None) -> MaskMod:
     """The mod at mapped batch entries, heads and query positions; None maps to itself."""
     if batch is None and head is None and query is None:

@@ -21,6 +21,8 @@ def token_tree(parents: Integers, prefix_length: int | Integers = 0) -> MaskMod:
     A node is an ancestor exactly if the numbers that a depth-first walk gives to its subtree
     include the query's, so that two numbers a node suffice, however large the tree.
 
+    Over a PagedKVCache q_idx is the place in the sequence: docs/concepts/paged.md, trees of drafts.
+
     Args:
         parents: [N] or [B, N] integers, the parent of each drafted token, before it in the order;
             -1 for a child of the prefix. Queries are the N tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -70,6 +70,7 @@ class PagedBatch:
         self, cache: PagedKVCache, size: int, q_len: int, width: int, max_length: int
     ) -> None:
         self.cache = cache
+        self._width = width
         self.sequences: tuple[int, ...] = ()
         self._staged = StagedInts(
             {
@@ -95,6 +96,18 @@ class PagedBatch:
             np.arange(q_len),
             np.arange(size)[:, None],
             np.arange(cache.num_kv_heads) * cache.page_size,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copies, which would tear apart tensors that share memory."""
+        self._hold.check()  # a copy could not know
+        shape = (self.size, self.q_len, self._width, self.table.max_length)
+        return _copied, (self.cache, shape, self.sequences, self._staged.memory)
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedBatch(of {self.cache!r}: sequences {list(self.sequences)}, {self.q_len} queries "
+            f"each at most)"
         )
 
     @property
@@ -124,7 +137,12 @@ class PagedBatch:
             )
         lengths = [self.cache.length(sequence) for sequence in sequences]
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
-            if not 0 <= count <= min(length, self.q_len) or length > self.table.max_length:
+            if count > length:
+                raise ShapeError(
+                    f"sequence {sequence} has {counted(length, 'token')}, so that its newest "
+                    f"{count} cannot be queries. Ask for fewer, or make a batch without it."
+                )
+            if not 0 <= count <= self.q_len or length > self.table.max_length:
                 raise ShapeError(
                     f"sequence {sequence} has {counted(length, 'token')}, {count} of them queries; "
                     f"this batch takes {counted(self.q_len, 'query')} and "
@@ -207,6 +225,17 @@ class PagedBatch:
             object.__setattr__(found, "_hold", self._hold)
             self._layers[layer] = found
         return found
+
+
+def _copied(
+    cache: PagedKVCache, shape: tuple[int, int, int, int], names: tuple[int, ...], memory: Any
+) -> PagedBatch:
+    """A batch as it was when it was reduced to these."""
+    made = PagedBatch(cache, *shape)
+    made._staged.memory.copy_(memory)
+    made.sequences = names
+    made._hold.take(names)
+    return made
 
 
 def check_mode(cache: PagedKVCache) -> None:

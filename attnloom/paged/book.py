@@ -29,17 +29,30 @@ def whole(value: Any, name: str) -> int:
         raise OptionError(f"{name} is {value!r}; it must be an int.") from None
 
 
+def check_names(sequences: Any) -> None:
+    """Raise OptionError unless sequences may be a list of names; whether it is one is seen when
+    they are looked up."""
+    if isinstance(sequences, (int, str)) or not hasattr(sequences, "__len__"):
+        raise OptionError(
+            f"sequences is {sequences!r}; it must be a list of the ints that name them"
+            + (f": [{sequences}]." if isinstance(sequences, int) else ".")
+        )
+
+
 def whole_counts(counts: Any, sequences: Sequence[int]) -> list[int]:
     """Python's int for each sequence, from one number for all or one each, in any form.
 
     Raises:
-        OptionError: they are no ints.
+        OptionError: they are no ints, or sequences is no list.
         ShapeError: there are more or fewer.
     """
+    check_names(sequences)
     given = counts.tolist() if hasattr(counts, "tolist") else counts  # of torch or numpy
-    if isinstance(given, int):
-        return [given] * len(sequences)
     try:
+        if isinstance(given, bool):  # as in `whole`
+            raise TypeError
+        if isinstance(given, int):
+            return [given] * len(sequences)
         made = [index(count) for count in given]
     except TypeError:
         raise OptionError(
@@ -100,6 +113,30 @@ class PageBook:
         """The same in 32 bits each, to be read at once: it is the book's own."""
         return self._entry(sequence).pages
 
+    def place(self, sequence: int, position: int, is_written: bool = False) -> tuple[int, int]:
+        """The page of a token, and its row in there.
+
+        Raises:
+            ShapeError: there is no such token, or its page was dropped.
+            OptionError: it is to be written, and others share its page.
+        """
+        entry = self._entry(sequence)
+        if not 0 <= position < entry.length:
+            raise ShapeError(
+                f"sequence {sequence} has {counted(entry.length, 'token')}; {position} is the "
+                "position of none."
+            )
+        at, row = divmod(position, self.page_size)
+        page = entry.pages[at]
+        if page == DROPPED:
+            raise ShapeError(f"sequence {sequence} dropped the page of token {position}.")
+        if is_written and self.allocator.owners(page) > 1:
+            raise OptionError(
+                f"token {position} of sequence {sequence} lies in a page that another sequence "
+                "shares, which would get it too. Only tokens that came after a fork are moved."
+            )
+        return page, row
+
     def has_room(self, sequence: int, count: int) -> bool:
         """Whether `count` more tokens of a sequence go into pages that it has for itself."""
         return self._has_room(self._entry(sequence), count)
@@ -114,6 +151,7 @@ class PageBook:
         Raises:
             OutOfPagesError: not enough pages for all of them together.
         """
+        check_names(sequences)
         if len(set(sequences)) != len(sequences):
             raise OptionError(f"sequences {list(sequences)} names one twice; give each once.")
         entries = [self._entry(s) for s in sequences]
@@ -242,6 +280,7 @@ class PageBook:
         for entry in self._entries.values():
             held = [p for p in entry.pages if p != DROPPED]
             assert len(set(held)) == len(held), "a sequence lists a page twice"
+            assert all(0 <= p < self.allocator.num_pages for p in held), "there is no such page"
             assert len(entry.pages) >= self._num_pages(entry.length), "tokens without a page"
             for page in held:
                 counted[page] = counted.get(page, 0) + 1
@@ -274,6 +313,10 @@ class PageBook:
     def _entry(self, sequence: int) -> _Entry:
         found = self._entries.get(sequence)
         if found is None:
+            if not isinstance(sequence, int):
+                raise OptionError(
+                    f"a sequence is named by an int that `new` or `fork` gave, not by {sequence!r}."
+                )
             raise OptionError(
                 f"there is no sequence {sequence}: it was freed, or never made here. Live ones are "
                 f"named by `sequences`; there are {len(self._entries)}."

@@ -9,7 +9,8 @@ import torch
 
 from attnloom.errors import DtypeError, OptionError, ShapeError, counted
 from attnloom.paged.batch import PagedBatch, check_mode, check_new
-from attnloom.paged.book import PageBook, whole, whole_counts
+from attnloom.paged.book import PageBook, check_names, whole, whole_counts
+from attnloom.paged.saved import restored, state_of
 from attnloom.paged.table import PagedKV, check_page_size
 
 _DTYPES = (
@@ -88,8 +89,44 @@ class PagedKVCache:
         )
         for stored, filling in zip(self._stored, (torch.nan, 0.0), strict=True):
             stored[:, self.dropped_page] = filling
+        self._view_layers()
+
+    def _view_layers(self) -> None:
         self.keys, self.values = (list(stored.unbind(0)) for stored in self._stored)
         self._rows = [stored.flatten(1, 3).unbind(0) for stored in self._stored]
+
+    def __getstate__(self) -> dict[str, Any]:
+        views = ("keys", "values", "_rows")  # pickle would make memory of its own of each
+        return {name: value for name, value in self.__dict__.items() if name not in views}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._view_layers()
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedKVCache({self.num_pages} pages of {self.page_size} tokens, {self.num_free_pages}"
+            f" free, {counted(len(self.sequences), 'sequence')}, "
+            f"{counted(self.num_layers, 'layer')} of {self.num_kv_heads} x {self.head_dim}, "
+            f"{self.dtype}, {self.device})"
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys[0].dtype
+
+    @property
+    def num_pages(self) -> int:
+        """Pages for tokens, free ones included."""
+        return self.book.allocator.num_pages
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys[0].size(3)
+
+    @property
+    def value_dim(self) -> int:
+        return self.values[0].size(3)
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +203,7 @@ class PagedKVCache:
             OutOfPagesError: they do not all fit; none was extended.
         """
         counts = whole_counts(counts, sequences)
-        if sum(counts) > self.book.allocator.num_pages * self.page_size:
+        if sum(counts) > self.num_pages * self.page_size:
             self.grow(sequences, counts)  # raises: no batch is made for what can never fit
         lengths = [self.length(s) + count for s, count in zip(sequences, counts, strict=True)]
         made = self._room(counts, lengths, q_len)  # before pages are taken: this may fail
@@ -206,6 +243,7 @@ class PagedKVCache:
                 f"append writes one layer, this cache has {self.num_layers}: use batch = "
                 "extend(sequences, counts), then batch.write(key, value, layer) in every layer."
             )
+        check_names(sequences)
         check_new(self, key, value)
         n = key.size(2) if key.dim() == 4 else 0
         for name, new, stored in (
@@ -238,7 +276,7 @@ class PagedKVCache:
             sequences: default: all live ones, oldest first.
             q_len: rows of query; default: the greatest count.
         """
-        sequences = self.sequences if sequences is None else list(sequences)
+        sequences = self.sequences if sequences is None else sequences
         counts = whole_counts(counts, sequences)
         made = self._room(counts, [self.length(s) for s in sequences], q_len)
         made.update(sequences, counts)
@@ -283,13 +321,17 @@ class PagedKVCache:
         """Let tokens hold the keys and values of others, as accepted drafts do that move up.
 
         Args:
-            moves: (sequence, position to write, position to read), all of the newest tokens, whose
-                pages nobody shares; all are read before any is written.
+            moves: (sequence, position to write, position to read); all are read before any is
+                written.
+        Raises:
+            ShapeError: a sequence has no such token, or dropped its page.
+            OptionError: a page to write to is shared with a fork.
         """
-        size = self.page_size
+        check_mode(self)
+        find = self.book.place
         places = [
-            (pages[to // size], to % size, pages[at // size], at % size)
-            for pages, to, at in ((self.book.page_array(s), to, at) for s, to, at in moves)
+            (*find(sequence, to, is_written=True), *find(sequence, at))
+            for sequence, to, at in moves
         ]
         if places:
             index = torch.tensor(places, dtype=torch.int64).to(self.device)
@@ -325,14 +367,7 @@ class PagedKVCache:
     def state_dict(self) -> dict[str, Any]:
         """Sequences, used pages and what they hold; `load_state_dict` of a cache of the same sizes
         takes it."""
-        used = sorted({p for s in self.sequences for p in self.book.pages(s) if p >= 0})
-        index = torch.tensor(used, dtype=torch.int64, device=self.device)
-        return {
-            "book": self.book.state(),
-            "used": used,
-            "keys": [key[index] for key in self.keys],
-            "values": [value[index] for value in self.values],
-        }
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become the cache whose `state_dict` this is.
@@ -343,44 +378,12 @@ class PagedKVCache:
             DtypeError: its keys or values have another dtype.
         """
         check_mode(self)
-        fields = ("book", "used", "keys", "values")
-        if not isinstance(state, Mapping) or any(field not in state for field in fields):
-            raise OptionError(
-                "state is not what state_dict of a cache gives: a dict of book, used, keys and "
-                "values."
-            )
-        book = PageBook.from_state(state["book"])
-        index = torch.tensor(state["used"], dtype=torch.int64, device=self.device)
-        pairs = [
-            *zip(self.keys, state["keys"], strict=False),
-            *zip(self.values, state["values"], strict=False),
-        ]
-        same_pages = (
-            book.allocator.num_pages == self.book.allocator.num_pages
-            and book.page_size == self.page_size
-            and len(state["keys"]) == self.num_layers
-        )
-        if not same_pages or any(new.shape[1:] != old.shape[1:] for old, new in pairs):
-            raise ShapeError(
-                f"the state has {counted(book.allocator.num_pages, 'page')} of "
-                f"{counted(book.page_size, 'token')} and {counted(len(state['keys']), 'layer')} of "
-                f"{list(state['keys'][0].shape[1:])}; this cache {self.book.allocator.num_pages} "
-                f"of {self.page_size} and {self.num_layers} of {list(self.keys[0].shape[1:])}."
-            )
-        other = next((new.dtype for old, new in pairs if new.dtype != old.dtype), None)
-        if other is not None:
-            raise DtypeError(
-                f"the state holds {other}, this cache {self.keys[0].dtype}. Make it with the dtype "
-                "of the one that was saved."
-            )
-        for stored, saved in pairs:
-            stored[index] = saved.to(stored)
-        self.book = book
+        self.book = restored(self, state)
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
+        if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
             raise OptionError(
-                f"layer is {layer}; this cache has layers 0 to {self.num_layers - 1}."
+                f"layer is {layer!r}; this cache has layers 0 to {self.num_layers - 1}."
             )
 
     def _copy(self, pages: list[tuple[int, int]]) -> None:

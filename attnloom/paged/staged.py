@@ -38,6 +38,7 @@ class StagedInts:
 
     Attributes:
         tensors: by name, zeros at first.
+        memory: of all of them, bytes.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class StagedInts:
             at = stop + -stop % _ALIGNED
         # Ordinary tensors wherever they are made, so that they may be changed anywhere.
         with torch.inference_mode(False):
-            self._memory = torch.zeros(at, dtype=torch.uint8, device=device)
+            self.memory = torch.zeros(at, dtype=torch.uint8, device=device)
             self.tensors = {
-                p.name: self._memory[p.start : p.stop].view(p.dtype).view(p.shape)
+                p.name: self.memory[p.start : p.stop].view(p.dtype).view(p.shape)
                 for p in self._places
             }
 
@@ -71,7 +72,7 @@ class StagedInts:
             return self._kept
         with torch.inference_mode(False):  # as below
             memory = torch.zeros(
-                len(self._memory), dtype=torch.uint8, pin_memory=self._memory.is_cuda
+                len(self.memory), dtype=torch.uint8, pin_memory=self.memory.is_cuda
             )
         flat = memory.numpy()
         arrays = {
@@ -79,10 +80,10 @@ class StagedInts:
             for p in self._places
         }
         staging = Staging(memory, arrays)
-        if self._memory.device.type == "cpu":
+        if self.memory.device.type == "cpu":
             self._kept = staging
         return staging
 
     def take(self, staging: Staging) -> None:
         """Let the tensors hold what was staged, without waiting for the device."""
-        self._memory.copy_(staging.memory, non_blocking=True)
+        self.memory.copy_(staging.memory, non_blocking=True)

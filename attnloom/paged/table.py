@@ -107,7 +107,7 @@ class Hold(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PagedKV:
     """Keys and values of one layer in pages, for flex_attention(query, kv).
 
@@ -141,6 +141,10 @@ class PagedKV:
 
     def __reduce__(self) -> tuple[type[PagedKV], tuple[torch.Tensor, torch.Tensor, PageTable]]:
         return PagedKV, (self.key, self.value, self.table)  # pages of its own, which nobody takes
+
+    def __repr__(self) -> str:
+        key, value = list(self.key.shape), list(self.value.shape)
+        return f"PagedKV(key {key}, value {value}, {self.key.dtype}, {self.table})"
 
     def check_fresh(self) -> None:
         """Raise OptionError if it is of a cache in which one of its sequences lost pages since."""

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnloom import OutOfPagesError, PagedKV, PagedKVCache, PageTable, flex_attention
+from attnloom import (
+    OutOfPagesError,
+    PagedKV,
+    PagedKVCache,
+    PageTable,
+    create_block_mask,
+    flex_attention,
+)
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError
 from attnloom.paged import PageAllocator
 from tests.harness.pinned import Pinned, assert_says
+from tests.paged.draw import causal
 
 H, D = 2, 8
 
@@ -60,6 +68,12 @@ def stale() -> object:
 
 def appended(key: object) -> object:
     return cache_of(3).append([0], key, zeros(1, H, 1, D))  # type: ignore[arg-type]
+
+
+def moved_into_a_fork() -> None:
+    cache = cache_of(3)
+    cache.fork(0)
+    cache.move_tokens([(0, 2, 1)])
 
 
 ERRORS: dict[str, Pinned] = {
@@ -238,8 +252,62 @@ ERRORS: dict[str, Pinned] = {
     "state of another size": (
         lambda: cache_of(3).load_state_dict(cache_of(3, num_pages=9).state_dict()),
         ShapeError,
-        "the state has 9 pages of 16 tokens and 1 layer of [2, 16, 8]; this cache 4 of 16 and "
-        "1 of [2, 16, 8].",
+        "the state has 9 pages of 16 tokens and 1 layer of keys [2, 16, 8] and values [2, 16, 8]; "
+        "this cache 4 of 16 and 1 of [2, 16, 8] and [2, 16, 8].",
+    ),
+    "a sequence in place of a list": (
+        lambda: cache_of(3).extend(0, 1),  # type: ignore[arg-type]
+        OptionError,
+        "sequences is 0; it must be a list of the ints that name them: [0].",
+    ),
+    "a name of another kind": (
+        lambda: cache_of(3).extend(["0"], 1),  # type: ignore[list-item]
+        OptionError,
+        "a sequence is named by an int that `new` or `fork` gave, not by '0'.",
+    ),
+    "a flag for a count": (
+        lambda: cache_of(3).extend([0], True),
+        OptionError,
+        "counts is True; it must be an int, or an int for each sequence.",
+    ),
+    "more queries than tokens": (
+        lambda: flex_attention(torch.zeros(1, H, 5, D), cache_of(3)),
+        ShapeError,
+        "sequence 0 has 3 tokens, so that its newest 5 cannot be queries. Ask for fewer, or make a "
+        "batch without it.",
+    ),
+    "a layer by name": (
+        lambda: cache_of(3).batch([0]).layer("0"),  # type: ignore[arg-type]
+        OptionError,
+        "layer is '0'; this cache has layers 0 to 0.",
+    ),
+    "a part of a mask": (
+        lambda: flex_attention(
+            torch.zeros(1, H, 1, D),
+            cache_of(3),
+            block_mask=create_block_mask(causal, None, None, 64, 64).rows(16, 64),
+        ),
+        ShapeError,
+        "block_mask begins at query 16 of another, by `rows` or by indexing. Over a cache it is "
+        "looked up where each query stands in its sequence, and would be moved twice: pass the "
+        "mask of whole sequences.",
+    ),
+    "a token that moves to a page of two": (
+        moved_into_a_fork,
+        OptionError,
+        "token 2 of sequence 0 lies in a page that another sequence shares, which would get it "
+        "too. Only tokens that came after a fork are moved.",
+    ),
+    "a damaged state": (
+        lambda: cache_of(3).load_state_dict({**cache_of(3).state_dict(), "used": [1]}),
+        OptionError,
+        "state is not what state_dict of a cache gave: its numbers or tensors were changed, or are "
+        "damaged. Nothing was loaded.",
+    ),
+    "a token that moves from nowhere": (
+        lambda: cache_of(3).move_tokens([(0, 2, 3)]),
+        ShapeError,
+        "sequence 0 has 3 tokens; 3 is the position of none.",
     ),
     "counts": (
         lambda: cache_of(3).extend([0], [1, 2]),

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from attnloom import PagedKVCache, flex_attention
+from attnloom import PagedKVCache, create_block_mask, flex_attention
 from attnloom.errors import AttnloomError
+from attnloom.mods import sliding_window
 
 H, D = 2, 8
 
@@ -227,3 +228,100 @@ def test_a_state_of_another_dtype_was_converted() -> None:
     with pytest.raises(AttnloomError, match=r"holds torch\.float32, this cache torch\.float16"):
         cache.load_state_dict(cache_of_five().state_dict())
     assert not cache.sequences
+
+
+def spoil(state: dict[str, object], path: tuple[object, ...], value: object) -> None:
+    into = state
+    for name in path[:-1]:
+        into = into[name]  # type: ignore[assignment,index]
+    into[path[-1]] = value  # type: ignore[index]
+
+
+SPOILED: dict[str, tuple[tuple[object, ...], object]] = {
+    "no book": (("book",), None),
+    "no sizes": (("book", "page_size"), "16"),
+    "no such page": (("book", "sequences"), {0: [5, [99]]}),
+    "no page": (("book", "sequences"), {0: [5, []]}),
+    "another's page": (("book", "sequences"), {0: [5, [1]]}),
+    "owners of nobody": (("book", "owners"), [2, 0, 0, 0, 0, 0, 0, 0]),
+    "used pages of another": (("used",), [3]),
+    "no keys": (("keys",), None),
+    "no layer": (("keys",), []),
+    "lists of keys": (("keys",), [[1.0]]),
+    "fewer pages of keys": (("keys",), [torch.zeros(0, H, 16, D)]),
+    "fewer layers of values": (("values",), [torch.zeros(1, H, 16, D)] * 2),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_damaged_state_raised_whatever_came_up_or_was_loaded(name: str) -> None:
+    cache = cache_of_five()
+    state = copy.deepcopy(cache_of_five().state_dict())
+    state["keys"][0].fill_(7.0)
+    spoil(state, *SPOILED[name])
+    with pytest.raises(AttnloomError):
+        cache.load_state_dict(state)
+    assert (cache.length(0), cache.num_free_pages) == (5, 7)
+    assert (cache.keys[0][0, :, :5] == 1).all()
+
+
+MOVES: dict[str, Callable[[PagedKVCache], tuple[int, int, int]]] = {
+    "beyond the end": lambda c: (0, 36, 3),
+    "from before the beginning": lambda c: (0, 35, -1),
+    "from a dropped page, which the scrap page stood for": lambda c: (0, 35, 3),
+    "to a page that a fork shares": lambda c: (c.fork(0), 35, 34),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_tokens_moved_to_pages_of_others(name: str) -> None:
+    cache = PagedKVCache(8, 16, H, D)
+    cache.append([cache.new()], new_tokens(36), new_tokens(36))
+    cache.drop_before(0, 20)
+    move = MOVES[name](cache)
+    stored = cache.keys[0].clone()
+    with pytest.raises(AttnloomError):
+        cache.move_tokens([(0, 35, 34), move])
+    assert torch.equal(cache.keys[0].nan_to_num(), stored.nan_to_num())
+
+
+def test_a_mask_of_some_rows_was_moved_twice() -> None:
+    keys, lengths = torch.randn(1, H, 64, D), torch.tensor([40], dtype=torch.int32)
+    mask = create_block_mask(sliding_window(4), None, None, 64, 64, BLOCK_SIZE=16)
+    query = torch.randn(1, H, 1, D)
+    for part in (mask.rows(16, 64), mask[:, :, 1:]):
+        with pytest.raises(AttnloomError, match="begins at query"):
+            flex_attention(query, keys, keys, block_mask=part.for_decode(lengths))
+    first = mask.rows(0, 50)  # begins where the whole does
+    torch.testing.assert_close(
+        flex_attention(query, keys, keys, block_mask=first.for_decode(lengths)),
+        flex_attention(query, keys, keys, block_mask=mask.for_decode(lengths)),
+    )
+
+
+def test_counts_of_a_decode_mask_could_not_be_updated() -> None:
+    keys = torch.randn(2, H, 64, D)
+    query = torch.randn(2, H, 3, D)
+    mask = create_block_mask(sliding_window(4), None, None, 64, 64)
+    lengths, counts = torch.tensor([40, 3]), torch.tensor([1, 3])
+    decode = mask.for_decode(torch.tensor([8, 9]), torch.tensor([3, 0]))
+    decode.update(lengths, counts)
+    torch.testing.assert_close(
+        flex_attention(query, keys, keys, block_mask=decode),
+        flex_attention(query, keys, keys, block_mask=mask.for_decode(lengths, counts)),
+    )
+    with pytest.raises(AttnloomError, match="one count each"):
+        decode.update(torch.tensor([7, 7]), torch.tensor([1]))
+    assert decode.lengths.tolist() == lengths.tolist()
+    with pytest.raises(AttnloomError, match="made without counts"):
+        mask.for_decode(lengths).update(lengths, counts)
+
+
+def test_printing_one_layer_printed_every_number_of_its_pages() -> None:
+    cache = cache_of_five()
+    assert repr(cache) == (
+        "PagedKVCache(8 pages of 16 tokens, 7 free, 1 sequence, 1 layer of 2 x 8, torch.float32, "
+        "cpu)"
+    )
+    assert len(repr(cache.layer())) < 400 and "sequences [0]" in repr(cache.batch())
+    assert (cache.num_pages, cache.head_dim, cache.value_dim) == (8, D, D)
