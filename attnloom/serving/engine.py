@@ -72,7 +72,7 @@ class Engine:
         page_size: int = 64,
         drafter: Drafter | None = None,
         cuda_graphs: CudaGraphs = "auto",
-        run_ahead: bool = False,
+        run_ahead: bool | None = None,
     ) -> None:
         """Make an engine with an empty cache.
 
@@ -86,7 +86,8 @@ class Engine:
                 with a warning and eagerly if the model cannot be captured. True: or not at all.
             run_ahead: start a step of the same sequences before the tokens of the last one are
                 read, so that the device does not wait for the host. A sequence that turns out to
-                have ended takes part once more, for nothing; texts stay the same.
+                have ended takes part once more, for nothing; texts stay the same. None: on a CUDA
+                device.
         Raises:
             OptionError: a limit means nothing, the cache would not hold one sequence, or graphs
                 are wanted on a device that has none.
@@ -117,6 +118,8 @@ class Engine:
         self._runner = ModelRunner(model, self.cache, limits, cuda_graphs)
         self._eos = {*config.eos_tokens, *(tokenizer.eos_tokens if tokenizer else ())}
         self._served: dict[str, _Served] = {}
+        if run_ahead is None:
+            run_ahead = model.device.type == "cuda"
         self._runs_ahead = run_ahead and drafter is None  # drafts follow from tokens
         self._launched: _Launched | None = None
 

@@ -15,7 +15,9 @@ from attnloom.errors import OptionError
 Turn = tuple[Tensor, Tensor]
 
 # Types in which a device has shown the kernels right.
-_SHOWN: dict[str, tuple[torch.dtype, ...]] = {"cuda": (torch.bfloat16, torch.float16)}
+_SHOWN: dict[str, tuple[torch.dtype, ...]] = {
+    "cuda": (torch.float32, torch.bfloat16, torch.float16)
+}
 _TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 
 
