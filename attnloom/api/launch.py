@@ -116,11 +116,13 @@ class Launch:
         tensors = tuple(rest)
         if dlse is not None:
             (dlse,) = as_they_lie(dlse)
+        row_state = saved[2] if saved[2:] else None
         inputs = (query, key, value, *saved[:2], dout, *(() if dlse is None else (dlse,)))
         if again is not None:
-            place = (dout.dtype, *[t.stride() for t in (*inputs, *tensors)])
+            strides = [t.stride() for t in (*inputs, *tensors)]
+            place = (dout.dtype, row_state is None, *strides)
             run = again.backwards.get(place)
-            grads = None if run is None else run(inputs, tensors)
+            grads = None if run is None else run(inputs, tensors, row_state)
             if grads is not None:
                 return grads
         if query.numel() == 0 or key.numel() == 0:
@@ -132,8 +134,8 @@ class Launch:
             )
             return Gradients(dq, dk, dv, captured)
         assert key.dtype.itemsize > 1 and value.dtype.itemsize > 1, "converted before: quantized.py"
-        out, lse, *state = saved
-        call = self.call(query, key, value, tensors, row_state=state[0] if state else None)
+        out, lse, *_ = saved
+        call = self.call(query, key, value, tensors, row_state=row_state)
         grads = self.backend.backward(call, out, lse, dout, dlse)
         if again is not None and place not in again.backwards and may_keep(query):
             if len(again.backwards) >= _MOST_BACKWARDS:

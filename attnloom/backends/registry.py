@@ -98,16 +98,18 @@ class Gradients:
 ForwardAgain = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], "ForwardResult | None"
 ]
-# (query, key, value, out, lse, dout and dlse, if there is one), captured tensors -> what `backward`
-# gives; None where it has to be asked. No captured tensor has a gradient.
-BackwardAgain = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], "Gradients | None"]
+# (query, key, value, out, lse, dout and dlse, if there is one), captured tensors, row_state -> what
+# `backward` gives; None where it has to be asked. No captured tensor has a gradient.
+BackwardAgain = Callable[
+    [tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], "torch.Tensor | None"], "Gradients | None"
+]
 
 
 class Again:
     """What is remembered of a call for calls like it; None for a backend that has no shorter way.
 
     forwards: by (want_max_scores, for_backward). backwards: by the strides of all inputs, which
-    those of the forward need not have any more, and dout's dtype.
+    those of the forward need not have any more, dout's dtype, and whether there is a row_state.
     """
 
     __slots__ = ("backwards", "forwards")

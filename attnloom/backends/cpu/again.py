@@ -10,41 +10,65 @@ import torch
 
 from attnloom.backends.cpu.forks import threads_lost
 from attnloom.backends.cpu.launch_args import Arguments
-from attnloom.backends.registry import AttentionCall, ForwardResult
+from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
 
 # Runs a kernel on arguments: 0, or that integers did not fit in its lanes.
 Run = Callable[[Arguments], int]
+_Form = tuple[tuple[int, ...], torch.dtype]
 
 
-class ForwardAgain:
-    """See `registry.ForwardAgain`: keeps the arguments of a call, and writes four or five addresses
-    where an ordinary call packs some ninety words. Holds no tensor of the caller's."""
+class _Again:
+    """Keeps the arguments of a call, and writes a few addresses where an ordinary call packs some
+    ninety words. Holds no tensor of the caller's."""
 
-    __slots__ = (
-        "_arguments", "_form", "_has_padding", "_lock", "_out", "_rows", "_run", "_threads",
-        "_want_max",
-    )  # fmt: skip
+    __slots__ = ("_arguments", "_lock", "_run", "_threads")
+
+    def __init__(self, arguments: Arguments, run: Run) -> None:
+        self._arguments: Arguments | None = arguments
+        self._run = run
+        self._threads = torch.get_num_threads()
+        self._lock = threading.Lock()  # the arguments are there once
+
+    def _taken(self) -> bool:
+        """Whether nobody else has the arguments, which are this caller's until the lock is
+        released, and as many threads are there as they were made for."""
+        return (
+            torch.get_num_threads() == self._threads
+            and not threads_lost()
+            and self._lock.acquire(blocking=False)
+        )
+
+    def _has_run(self, arguments: Arguments) -> bool:
+        """Run the kernel. Captured integers may be too wide by now: the ordinary way has another
+        kernel."""
+        if self._run(arguments):
+            self._arguments = None
+            return False
+        return True
+
+
+class ForwardAgain(_Again):
+    """See `registry.ForwardAgain`."""
+
+    __slots__ = ("_form", "_has_padding", "_out", "_rows", "_state", "_want_max")
 
     def __init__(
         self,
         call: AttentionCall,
         arguments: Arguments,
         run: Run,
-        lse: torch.Tensor,
+        result: ForwardResult,
         want_max_scores: bool,
     ) -> None:
         """Args:
-        arguments: of the forward of this call. lse: one like its own.
+        arguments: of the forward of this call. result: like its own.
         """
-        self._arguments: Arguments | None = arguments
-        self._run, self._want_max = run, want_max_scores
-        batch, heads, q_len, _ = call.query.shape
-        self._out = (batch, heads, q_len, call.value.size(3)), call.query.dtype
-        self._rows = tuple(lse.shape), lse.dtype
-        self._form = _form(call.query, call.key, call.value)
+        super().__init__(arguments, run)
+        self._want_max = want_max_scores
+        self._out, self._rows = _form_of(result.out), _form_of(result.lse)
+        self._state = None if result.row_state is None else _form_of(result.row_state)
+        self._form = _forms(call.query, call.key, call.value)
         self._has_padding = call.table is not None and call.table.counts is not None
-        self._threads = torch.get_num_threads()
-        self._lock = threading.Lock()  # the arguments are there once
 
     def __call__(
         self,
@@ -53,12 +77,7 @@ class ForwardAgain:
         value: torch.Tensor,
         tensors: tuple[torch.Tensor, ...],
     ) -> ForwardResult | None:
-        if (
-            _form(query, key, value) != self._form
-            or torch.get_num_threads() != self._threads
-            or threads_lost()
-            or not self._lock.acquire(blocking=False)
-        ):
+        if _forms(query, key, value) != self._form or not self._taken():
             return None
         try:
             arguments = self._arguments
@@ -68,20 +87,70 @@ class ForwardAgain:
             least = -math.inf if self._has_padding else None
             lse = _blank(self._rows, least)
             max_scores = _blank(self._rows, least) if self._want_max else None
-            arguments.set_addresses(query, key, value, out, lse, max_scores)
-            if self._run(arguments):  # too wide by now: the ordinary way has another kernel
-                self._arguments = None
+            state = None if self._state is None else _blank(self._state)
+            rows = lse, max_scores, None, state
+            arguments.set_addresses((query, key, value, out), rows, tensors)
+            if not self._has_run(arguments):
                 return None
-            return ForwardResult(out, lse, max_scores)
+            return ForwardResult(out, lse, max_scores, state)
         finally:
             self._lock.release()
 
 
-def _form(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[object, ...]:
+class BackwardAgain(_Again):
+    """See `registry.BackwardAgain`."""
+
+    __slots__ = ("_no_captured", "_results")
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        arguments: Arguments,
+        run: Run,
+        results: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Args:
+        arguments: of the backward of this call. results: dq, dk and dv like its own.
+        """
+        super().__init__(arguments, run)
+        self._results = tuple(map(_form_of, results))
+        self._no_captured = () if call.score is None else (None,) * len(call.score.tensors)
+
+    def __call__(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        tensors: tuple[torch.Tensor, ...],
+        row_state: torch.Tensor | None,
+    ) -> Gradients | None:
+        if not self._taken():
+            return None
+        try:
+            arguments = self._arguments
+            if arguments is None:
+                return None
+            query, key, value, out, lse, dout, *dlse = inputs
+            dq, dk, dv = map(_blank, self._results)
+            operands = query, key, value, out, dout, dq, dk, dv
+            rows = lse, None, dlse[0] if dlse else None, row_state
+            arguments.set_addresses(operands, rows, tensors)
+            if not self._has_run(arguments):
+                return None
+            return Gradients(dq, dk, dv, self._no_captured)
+        finally:
+            self._lock.release()
+
+
+def _forms(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[tuple[int, ...], ...]:
     return query.shape, query.stride(), key.shape, key.stride(), value.stride()
 
 
-def _blank(form: tuple[tuple[int, ...], torch.dtype], filling: float | None) -> torch.Tensor:
+def _form_of(tensor: torch.Tensor) -> _Form:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _blank(form: _Form, filling: float | None = None) -> torch.Tensor:
     shape, dtype = form
     if filling is None:
         return torch.empty(shape, dtype=dtype, device="cpu")

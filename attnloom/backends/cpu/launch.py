@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from attnloom.backends.cpu import build, toolchain
-from attnloom.backends.cpu.again import ForwardAgain
+from attnloom.backends.cpu.again import BackwardAgain, ForwardAgain
 from attnloom.backends.cpu.launch_args import (
     DTYPE_CODES,
     Arguments,
@@ -106,21 +106,36 @@ class CpuBackend:
     def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
         inputs = call.query, call.key, call.value
         real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
-        # What captured tensors hold decides the width of integers, and copies are made anew.
-        if bindings(call)[0] or any(unit_stride(t) is not t for t in inputs):
+        if any(unit_stride(t) is not t for t in inputs):
             return None
-        if _row_state(call, real) is not None:
+        results, state = _forward_results(call, real, want_max_scores), _row_state(call, real)
+        name, parts = _forward_parts(call, inputs, results, state)
+        run = _narrow(name, call, real)
+        if run is None:
             return None
-        results = _forward_results(call, real, want_max_scores)
-        name, parts = _forward_parts(call, inputs, results, None)
-        key = _structure(name, call, real)
-        if real is DType.F32 and (key in _wide or needs_wide_ints(call)):
-            return None
-        run = functools.partial(_run, _kernel(name, call, real, key, False))
-        return ForwardAgain(call, Arguments(call, parts), run, results[1], want_max_scores)
+        like = ForwardResult(*results, state)
+        return ForwardAgain(call, Arguments(call, parts), run, like, want_max_scores)
 
-    def backward_again(self, call: AttentionCall, *given: torch.Tensor | None) -> None:
-        return None
+    def backward_again(
+        self,
+        call: AttentionCall,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> BackwardAgain | None:
+        operands, rows = _backward_operands(call, out, lse, dout, dlse)
+        given = (call.query, call.key, call.value, out, dout, lse, dlse)
+        taken = (*operands[:5], *rows)
+        if call.learns or any(a is not b for a, b in zip(given, taken, strict=True)):
+            return None
+        real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
+        plan = backward_schedule(call, num_threads(call))
+        run = _narrow("backward", call, real)
+        if run is None:
+            return None
+        arguments = Arguments(call, _backward_parts(call, operands, rows, plan.schedule))
+        return BackwardAgain(call, arguments, run, operands[5:])
 
     def backward(
         self,
@@ -130,22 +145,13 @@ class CpuBackend:
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
     ) -> Gradients:
-        query, key, value = (unit_stride(t) for t in (call.query, call.key, call.value))
-        batch, kv_batch = query.size(0), key.size(0)
-        real = compute_type(query.dtype, key.dtype, value.dtype)
-        out, dout = unit_stride(out), unit_stride(dout.to(query.dtype))
-        lse = lse.to(real.torch).contiguous()
-        dlse = None if dlse is None else dlse.to(real.torch).contiguous()
-        dq, dk, dv = (
-            torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (query, key, value)
-        )
-        operands = [operand(t, batch) for t in (query, key, value, out, dout, dq)]
-        operands += [operand(t, kv_batch) for t in (dk, dv)]
-        rows = (lse.data_ptr(), 0, _address(dlse), _address(call.row_state))
+        operands, rows = _backward_operands(call, out, lse, dout, dlse)
+        real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
         plan = backward_schedule(call, num_threads(call))
         captured = _CapturedGradients(call, plan, real)
-        parts = Parts(operands, rows, plan.schedule, captured.table)
+        parts = _backward_parts(call, operands, rows, plan.schedule, captured.table)
         _launch("backward", call, real, parts, captured.clear)
+        dq, dk, dv = operands[5:]
         return Gradients(dq, dk, dv, captured.total(call))
 
 
@@ -180,6 +186,38 @@ def _forward_parts(
     schedule = decode_schedule(call, threads) if state is None else None
     kernel = "forward" if schedule is None else "decode"
     return kernel, Parts(operands, rows, schedule or Schedule(threads))
+
+
+def _backward_operands(
+    call: AttentionCall,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor | None]]:
+    """query, key, value, out, dout and memory for their gradients as a backward takes them; lse and
+    dlse."""
+    query, key, value = (unit_stride(t) for t in (call.query, call.key, call.value))
+    real = compute_type(query.dtype, key.dtype, value.dtype).torch
+    out, dout = unit_stride(out), unit_stride(dout.to(query.dtype))
+    results = (torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (query, key, value))
+    dlse = None if dlse is None else dlse.to(real).contiguous()
+    return (query, key, value, out, dout, *results), (lse.to(real).contiguous(), dlse)
+
+
+def _backward_parts(
+    call: AttentionCall,
+    operands: tuple[torch.Tensor, ...],
+    rows: tuple[torch.Tensor, torch.Tensor | None],
+    schedule: Schedule,
+    grads: int = 0,
+) -> Parts:
+    batch, kv_batch = call.query.size(0), call.key.size(0)
+    words = [operand(t, batch) for t in operands[:6]]
+    words += [operand(t, kv_batch) for t in operands[6:]]
+    lse, dlse = rows
+    places = (lse.data_ptr(), 0, _address(dlse), _address(call.row_state))
+    return Parts(words, places, schedule, grads)
 
 
 def _row_state(call: AttentionCall, real: DType) -> torch.Tensor | None:
@@ -246,6 +284,14 @@ def _launch(
         _wide.add(key)
         again()
         _run(_kernel(name, call, real, key, True), arguments)
+
+
+def _narrow(name: str, call: AttentionCall, real: DType) -> Callable[[Arguments], int] | None:
+    """The kernel of a call, which has run; None where its integers need wide lanes."""
+    key = _structure(name, call, real)
+    if real is DType.F32 and (key in _wide or needs_wide_ints(call)):
+        return None
+    return functools.partial(_run, _kernel(name, call, real, key, False))
 
 
 def _run(kernel: Kernel, arguments: Arguments) -> int:

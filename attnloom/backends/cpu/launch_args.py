@@ -142,19 +142,23 @@ class Arguments:
 
     def set_addresses(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        max_scores: torch.Tensor | None,
+        operands: Sequence[torch.Tensor],
+        rows: tuple[torch.Tensor | None, ...],
+        tensors: Sequence[torch.Tensor],
     ) -> None:
-        """Let the arguments of a forward be those of another one, of tensors of the same form."""
+        """Let these be the arguments of another call, of tensors of the same form.
+
+        Args:
+            operands, rows: in the order of `Parts`. tensors: captured ones.
+        """
         memory = self._memory
-        for place, tensor in enumerate((query, key, value, out)):
+        for place, tensor in enumerate(operands):
             _WORD.pack_into(memory, 8 * _OPERAND * place, tensor.data_ptr())
-        found = 0 if max_scores is None else max_scores.data_ptr()
-        _TWO_WORDS.pack_into(memory, _ROWS_OFFSET, lse.data_ptr(), found)
+        found = [0 if tensor is None else tensor.data_ptr() for tensor in rows]
+        _ROWS.pack_into(memory, _ROWS_OFFSET, *found)
+        for place, tensor in enumerate(tensors):
+            at = _ARGS.size + _TENSOR_ARG.size * place
+            _WORD.pack_into(memory, at, tensor.data_ptr())
 
     def set_workspace(self, address: int) -> None:
         _WORD.pack_into(self._memory, _WORKSPACE_OFFSET, address)
@@ -162,8 +166,8 @@ class Arguments:
 
 # Words after the workspace: five of the schedule and the scale.
 _WORKSPACE_OFFSET = _ARGS.size - 8 * 7
-_ROWS_OFFSET = 8 * 8 * _OPERAND  # lse and max_scores, behind eight operands
-_WORD, _TWO_WORDS = struct.Struct("q"), struct.Struct("2q")
+_ROWS_OFFSET = 8 * 8 * _OPERAND  # behind eight operands
+_WORD, _ROWS = struct.Struct("q"), struct.Struct("4q")
 
 
 def _words(

@@ -98,6 +98,7 @@ class BackwardAgain:
         self,
         inputs: tuple[torch.Tensor, ...],
         tensors: tuple[torch.Tensor, ...],
+        row_state: torch.Tensor | None = None,
     ) -> Gradients | None:
         addresses = [t.data_ptr() for t in (*inputs, *tensors)]
         device = self._device
