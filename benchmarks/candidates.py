@@ -154,7 +154,6 @@ class Candidate:
         return "backward" if isinstance(self.change, _BACKWARD) else "forward"
 
 
-_CAUSAL = configs_backward.form_for(128, 128, may_mask=True, may_fold=True)
 _IN_PANELS = configs_backward.form_in_panels(may_fold=False)
 _DOCUMENTS_IN_PANELS = replace(configs_backward.form_in_panels(may_fold=True), narrow=True)
 _PORTABLE = {

@@ -36,22 +36,26 @@ def in_pieces(way: str) -> Iterator[None]:
     from attnloom.backends.gluon import launch_forward, ready_backward
 
     in_order, form_of = launch_forward._in_order, ready_backward.form_of
-    found = {"pieces": True, "lines": "lines" in way}
-    found |= {"streamed": "streamed" in way, "prefetch": "ahead" in way}
+    found = {"pieces": True, "lines": "lines" in way, "prefetch": "ahead" in way}
+    backward_found = found | {"streamed": "streamed" in way}
 
     def forward_forms(call, fixed):
         return tuple(replace(form, **found) for form in in_order(call, fixed))
+
+    def backward_form(operands):
+        return replace(form_of(operands), **backward_found)
 
     with (
         mock.patch.object(launch_forward, "_ready", {}),
         mock.patch.object(launch_forward, "_in_order", forward_forms),
         mock.patch.object(ready_backward, "_ready", {}),
-        mock.patch.object(ready_backward, "form_of", lambda *a: replace(form_of(*a), **found)),
+        mock.patch.object(ready_backward, "form_of", backward_form),
     ):
         yield
 
 
-WAYS = ["pieces", "pieces ahead", "lines", "lines streamed ahead"]
+# Those in use: forward at D=64, at D=128, and backward at D=64.
+WAYS = ["pieces", "lines ahead", "lines streamed ahead"]
 # whole tiles; rows of whole pieces that end inside a tile; rows that start anywhere
 LENGTHS = [(512, 512), (300, 400), (150, 290)]
 
@@ -64,7 +68,7 @@ def test_captured_elements_in_pieces(mod: str, head_dim: int, way: str) -> None:
 
 
 def pieces(mod: str, head_dim: int, way: str) -> None:
-    """Both phases, heads in groups and alone."""
+    """Both phases, heads in groups and alone; the backward of wider heads looks up lane by lane."""
     from tests.kernels.gluon_backward import check_gradients
 
     with in_pieces(way):
@@ -72,8 +76,10 @@ def pieces(mod: str, head_dim: int, way: str) -> None:
             sizes = replace(SIZES, Q_LEN=q_len, KV_LEN=kv_len, D=head_dim, Dv=head_dim)
             case = Case(mod, sizes, dtype, block_size=128)
             check_attention(case, attnloom_with("cuda", backend="gluon"), backward=False)
-            check_gradients(case)
-        check_gradients(replace(case, sizes=replace(sizes, Hkv=4, KV_LEN=400)))
+            if head_dim == 64:
+                check_gradients(case)
+        if head_dim == 64:
+            check_gradients(replace(case, sizes=replace(sizes, Hkv=4, KV_LEN=400)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.bool, torch.int64], ids=str)

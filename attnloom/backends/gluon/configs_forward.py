@@ -18,8 +18,8 @@ class Form:
     registers, load_registers: a thread, of consumers after the first and of the producer; the first
         consumer has what is left. column_registers: the same where a warp looks up keys.
     panels: three, of PANEL columns each, for D and Dv of 129 to 192; 1: one tile of a power of two.
-    pieces: captured elements of single scores are read 16 bytes a thread (pieces.py); lines,
-        streamed: as is said there; prefetch: a step ahead, into registers.
+    pieces: captured elements of single scores are read 16 bytes a thread (pieces.py); lines: as is
+        said there; prefetch: a step ahead, into registers.
     """
 
     consumers: int
@@ -34,12 +34,11 @@ class Form:
     panels: int = 1
     pieces: bool = False
     lines: bool = False
-    streamed: bool = False
     prefetch: bool = False
 
     def __post_init__(self) -> None:
         assert self.panels in (1, 3)
-        assert self.pieces or not (self.lines or self.streamed or self.prefetch)
+        assert self.pieces or not (self.lines or self.prefetch)
 
     @property
     def tile_m(self) -> int:

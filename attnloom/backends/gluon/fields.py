@@ -76,13 +76,11 @@ class HasPieces(Protocol):
     def pieces(self) -> bool: ...
     @property
     def lines(self) -> bool: ...
-    @property
-    def streamed(self) -> bool: ...
 
 
-def score_target(call: AttentionCall, form: HasPieces, rows: int) -> Target:
+def score_target(call: AttentionCall, form: HasPieces, rows: int, streamed: bool = False) -> Target:
     """What the score's fragments may use, for tiles of so many rows of queries."""
-    target = replace(target_of(call), lines=form.lines, streamed=form.streamed)
+    target = replace(target_of(call), lines=form.lines, streamed=streamed)
     return target.reading(score_layouts(call, rows)) if form.pieces else target
 
 

@@ -145,7 +145,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     may_mask = call.mask is not None or has_tail
     exact = call.options.exact_math
     widths = width_of(query.size(3)), width_of(value.size(3))
-    target = score_target(call, form, STEP)
+    target = score_target(call, form, STEP, form.streamed)
     shared = shared_fields(
         call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target,
         prefetch=form.prefetch,
