@@ -11,6 +11,8 @@ from attnloom.errors import DtypeError, OptionError, ShapeError, counted
 from attnloom.masking.arguments import check_tensor, read_int
 from attnloom.paged.table import PageTable
 
+_MOST = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeMask:
@@ -46,7 +48,8 @@ class DecodeMask:
         Args:
             counts: queries of each sequence, for a mask that was made with some; None: as they are.
         Raises:
-            DtypeError, ShapeError: they are no lists of integers, one for each sequence.
+            DtypeError, ShapeError: they are no lists of integers, one for each sequence, or a
+                number on the CPU does not fit 32 bits.
             OptionError: counts, which the mask was made without.
         """
         _check_integers("lengths", lengths, "the tokens of each sequence, the queries included")
@@ -66,20 +69,27 @@ class DecodeMask:
                     f"{counted(old.numel(), 'sequence')}, one {name[:-1]} each. Call for_decode "
                     "again for another batch."
                 )
-        for _, new, old in given:
+        narrow = [_narrowed(name, new) for name, new, _ in given]  # all of them, or none
+        for new, (_, _, old) in zip(narrow, given, strict=True):
             old.copy_(new, non_blocking=True)
 
     def advance(self, count: int = 1) -> None:
         """Let every sequence grow by `count` tokens, in place.
 
         Raises:
-            ShapeError: count is no int of 0 or more.
+            ShapeError: count is no int of 0 or more, or more than any sequence may have.
         """
         given = read_int("count", count)
         if given < 0:
             raise ShapeError(
                 f"count is {given}; advance lets every sequence grow, by 0 tokens or more. To take "
                 "tokens back, or for a number of its own for each, give `update` the lengths."
+            )
+        if given > self.table.max_length:
+            raise ShapeError(
+                f"count is {given}, but the mask was built for sequences of up to "
+                f"{counted(self.table.max_length, 'token')}. advance takes the tokens that are "
+                "new, not all that there are; for those give `update` the lengths."
             )
         self.table.lengths.add_(given)
 
@@ -102,14 +112,15 @@ class Decoding:
         Returns:
             DecodeMask, which flex_attention takes as block_mask.
         Raises:
-            DtypeError, ShapeError: lengths is no list of integers, or counts none of as many.
+            DtypeError, ShapeError: lengths is no list of integers, or counts none of as many; a
+                number on the CPU does not fit 32 bits.
         """
         _check_integers("lengths", lengths, "the tokens of each sequence, the queries included")
         if counts is not None:
             _check_integers("counts", counts, "the queries of each sequence")
-            counts = counts.int()
+            counts = _narrowed("counts", counts)
         longest = min(self.shape[-2:])  # type: ignore[attr-defined]
-        return DecodeMask(self, PageTable(lengths.int(), counts, None, 0, longest))
+        return DecodeMask(self, PageTable(_narrowed("lengths", lengths), counts, None, 0, longest))
 
 
 def _check_integers(name: str, numbers: torch.Tensor, what: str) -> None:
@@ -118,3 +129,24 @@ def _check_integers(name: str, numbers: torch.Tensor, what: str) -> None:
         raise DtypeError(f"{name} is {numbers.dtype}; it must hold integers, {what}. Use .int().")
     if numbers.dim() != 1:
         raise ShapeError(f"{name} is {list(numbers.shape)}; it must be [B], {what}.")
+
+
+def _narrowed(name: str, numbers: torch.Tensor) -> torch.Tensor:
+    """In the 32 bits that kernels read. Of numbers on a device nobody knows whether they fit: the
+    nearest that does stands for one that does not, and is as far out of range.
+
+    Raises:
+        ShapeError: a number on the CPU does not fit.
+    """
+    if numbers.dtype.itemsize < 4 or numbers.dtype == torch.int32:
+        return numbers.int()
+    wide = numbers.long()
+    if wide.device.type != "cpu" or torch.compiler.is_compiling():
+        return wide.clamp(-_MOST, _MOST).int()
+    for b, number in enumerate(wide.tolist()):
+        if not -_MOST <= number <= _MOST:
+            raise ShapeError(
+                f"{name}[{b}] is {number}, which does not fit the 32 bits that kernels count "
+                f"tokens in. Correct it: {name} are those of one sequence each."
+            )
+    return wide.int()

@@ -7,6 +7,7 @@ import torch
 
 from attnloom import DecodeMask, create_block_mask, flex_attention, mods
 from attnloom.errors import DtypeError, ModError, OptionError, ShapeError
+from attnloom.masking.decode import _narrowed
 from tests.harness.pinned import Pinned, assert_says
 
 
@@ -31,6 +32,7 @@ def advanced_past_the_end() -> torch.Tensor:
 
 
 INTEGERS = "it must hold integers, the tokens of each sequence, the queries included. Use .int()."
+BEYOND = ", which does not fit the 32 bits that kernels count tokens in. Correct it:"
 ERRORS: dict[str, Pinned] = {
     "a list": (
         lambda: with_lengths([1, 2]),
@@ -88,6 +90,38 @@ ERRORS: dict[str, Pinned] = {
         "count is -1; advance lets every sequence grow, by 0 tokens or more. To take tokens back, "
         "or for a number of its own for each, give `update` the lengths.",
     ),
+    "all tokens in place of the new ones": (
+        lambda: decode(5).advance((1 << 32) + 1),
+        ShapeError,
+        "count is 4294967297, but the mask was built for sequences of up to 32 tokens. advance "
+        "takes the tokens that are new, not all that there are; for those give `update` the "
+        "lengths.",
+    ),
+    "a length beyond 32 bits": (
+        lambda: with_lengths(torch.tensor([5, (1 << 32) + 6])),
+        ShapeError,
+        f"lengths[1] is 4294967302{BEYOND} lengths are those of one sequence each.",
+    ),
+    "a length far below zero": (
+        lambda: with_lengths(torch.tensor([-(1 << 32) + 6])),
+        ShapeError,
+        f"lengths[0] is -4294967290{BEYOND} lengths are those of one sequence each.",
+    ),
+    "a length of unsigned numbers": (
+        lambda: with_lengths(torch.tensor([1 << 31]).to(torch.uint32)),
+        ShapeError,
+        f"lengths[0] is 2147483648{BEYOND} lengths are those of one sequence each.",
+    ),
+    "a count beyond 32 bits": (
+        lambda: with_lengths(torch.tensor([5]), torch.tensor([(1 << 32) + 1])),
+        ShapeError,
+        f"counts[0] is 4294967297{BEYOND} counts are those of one sequence each.",
+    ),
+    "an update beyond 32 bits": (
+        lambda: decode(5).update(torch.tensor([(1 << 32) + 6])),
+        ShapeError,
+        f"lengths[0] is 4294967302{BEYOND} lengths are those of one sequence each.",
+    ),
     "one update for all": (
         lambda: decode(5, 6).update(torch.tensor([7])),
         ShapeError,
@@ -132,7 +166,15 @@ def test_errors(name: str) -> None:
     assert_says(ERRORS[name])
 
 
-@pytest.mark.parametrize("wrong", [lambda d: d.advance(-1), lambda d: d.update(torch.ones(2))])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda d: d.advance(-1),
+        lambda d: d.advance(33),
+        lambda d: d.update(torch.ones(2)),
+        lambda d: d.update(torch.tensor([7, 1 << 32])),
+    ],
+)
 def test_what_is_refused_changes_no_length(wrong) -> None:
     made = decode(5, 6)
     with pytest.raises((ShapeError, DtypeError)):
@@ -148,6 +190,18 @@ def test_counts_of_any_integers() -> None:
     wide = with_lengths(torch.tensor([5, 6]), torch.tensor([1, 0]))
     assert wide.table.counts is not None and wide.table.counts.dtype == torch.int32
     assert attend(wide).shape == (2, 1, 1, 8)
+
+
+def test_of_numbers_that_nobody_may_read_the_nearest_that_fit_stand_for_others() -> None:
+    """As on a device, whose lengths are not waited for."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def lengths(numbers: torch.Tensor) -> torch.Tensor:
+        return _narrowed("lengths", numbers)
+
+    most = (1 << 31) - 1
+    found = lengths(torch.tensor([(1 << 32) + 6, -(1 << 32) + 6, 5]))
+    assert found.tolist() == [most, -most, 5] and found.dtype == torch.int32
 
 
 def test_comparing_masks_and_tables_gives_a_truth() -> None:
