@@ -61,32 +61,53 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> Drawn:
         logits: [R, V] float32; may be written over once this returns.
     """
     tokens = logits.argmax(-1)
-    random_rows = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
-    if random_rows:
-        index = torch.tensor(random_rows, device=logits.device)
-        tokens[index] = _draw(logits[index], [draws[i] for i in random_rows])
+    wishes = [draw.params for draw in draws]
+    drawn = [i for i, wish in enumerate(wishes) if wish.temperature > 0]
+    # A row of a kind is drawn alike whatever other rows there are, so that its text stays its own.
+    limited = {i for i in drawn if wishes[i].top_k or wishes[i].top_p < 1}
+    for rows, draw in (([i for i in drawn if i not in limited], _draw), (sorted(limited), _rank)):
+        if len(rows) == len(draws):
+            tokens = draw(logits, draws)
+        elif rows:
+            index = torch.tensor(rows, device=logits.device)
+            tokens[index] = draw(logits[index], [draws[i] for i in rows])
     return Drawn(tokens)
 
 
-def _draw(logits: Tensor, draws: Rows[Draw]) -> Tensor:
-    def column(values: Rows[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64).to(logits.device)[:, None]
+def _column(values: Rows[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).to(device)[:, None]
 
+
+def _probabilities(logits: Tensor, draws: Rows[Draw]) -> Tensor:
+    temperatures = _column([d.params.temperature for d in draws], logits.device)
+    return (logits.double() / temperatures).softmax(-1)
+
+
+def _draw(logits: Tensor, draws: Rows[Draw]) -> Tensor:
+    """Any token, [R]."""
+    return _pick(_probabilities(logits, draws), draws)
+
+
+def _rank(logits: Tensor, draws: Rows[Draw]) -> Tensor:
+    """One of the likeliest tokens, [R]."""
+    # in float32, which sorts in half the time; no temperature changes the order
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = _probabilities(ordered, draws)
     size = logits.size(-1)
-    scaled = logits.double() / column([d.params.temperature for d in draws])
-    ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    top_k = column([d.params.top_k or size for d in draws])
-    kept = torch.arange(size, device=logits.device) < top_k
-    probabilities = probabilities * kept
+    top_k = _column([d.params.top_k or size for d in draws], logits.device)
+    probabilities = probabilities * (torch.arange(size, device=logits.device) < top_k)
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     # The token that reaches top_p is kept: what counts is the probability before it.
     before = probabilities.cumsum(-1) - probabilities
-    kept = before < column([d.params.top_p for d in draws])
-    probabilities = probabilities * kept
+    kept = before < _column([d.params.top_p for d in draws], logits.device)
+    return tokens.gather(-1, _pick(probabilities * kept, draws)[:, None])[:, 0]
+
+
+def _pick(probabilities: Tensor, draws: Rows[Draw]) -> Tensor:
+    """The column at which each row's sum passes its random number, [R]: one that is not 0."""
     sums = probabilities.cumsum(-1)
-    wanted = column([d.uniform() for d in draws]) * sums[:, -1:]
-    places = torch.searchsorted(sums, wanted, right=True)
-    # Rounding may reach the end of the sums: then the last token that is possible.
-    last = (probabilities > 0).sum(-1, keepdim=True) - 1
-    return tokens.gather(-1, torch.minimum(places, last))[:, 0]
+    total = sums[:, -1:]
+    wanted = _column([d.uniform() for d in draws], probabilities.device) * total
+    # rounding may reach the end of the sums, which nothing passes
+    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, wanted, right=True)[:, 0]

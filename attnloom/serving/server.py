@@ -235,7 +235,7 @@ def create_app(engine: Engine, model: str) -> FastAPI:
     _add_text(app, endpoint)
     _add_models(app, endpoint)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return JSONResponse({"alive": service.alive}, 200 if service.alive else 503)
 

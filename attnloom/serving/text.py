@@ -67,7 +67,7 @@ class ByteTokenizer:
 class FolderTokenizer:
     """tokenizer.json of a model's folder, read by the package tokenizers."""
 
-    def __init__(self, folder: Path, eos_tokens: tuple[int, ...] = ()) -> None:
+    def __init__(self, folder: Path | str, eos_tokens: tuple[int, ...] = ()) -> None:
         """Read it.
 
         Args:
@@ -76,6 +76,7 @@ class FolderTokenizer:
         Raises:
             ModelError: there is none, or the package is not installed.
         """
+        folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder} holds no tokenizer.json, the only form that is read.")

@@ -73,6 +73,7 @@ def test_a_tokenizer_of_a_folder(tmp_path: Path) -> None:
     tokenizer = FolderTokenizer(tmp_path)
     assert tokenizer.encode("ab c") == [0, 1, 3, 2]
     assert tokenizer.decode([0, 3, 1, 5]) == "a b"
+    assert FolderTokenizer(str(tmp_path)).encode("ab c") == [0, 1, 3, 2]  # as load_decoder takes it
     assert tokenizer.eos_tokens == ()
     said = [{"role": "user", "content": "a"}]
     plain = "user: a\nassistant:"
@@ -119,6 +120,34 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     assert counts(SamplingParams(top_p=1e-9), logits)[2] == 1
     # top_p is of what top_k leaves
     assert counts(SamplingParams(top_k=2, top_p=0.5), logits)[2] == 1
+
+
+def test_a_token_is_drawn_alike_whatever_other_rows_are_drawn() -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    wishes = [
+        SamplingParams(),
+        SamplingParams(top_p=0.8),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.7, top_k=9),
+        SamplingParams(temperature=1.3),
+        SamplingParams(top_k=4, top_p=0.5),
+    ]
+    for place in range(20):
+        draws = [Draw(params, 7, place) for params in wishes]
+        alone = [sample(logits[i : i + 1], [draw]).read()[0] for i, draw in enumerate(draws)]
+        assert sample(logits, draws).read() == alone
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9999)])
+def test_the_largest_random_number_drew_what_cannot_be(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.zeros(1, 1000)
+    logits[:, 700:] = -torch.inf
+    for number in (0.0, 1 - 2**-53, 1.0):
+        monkeypatch.setattr(Draw, "uniform", lambda draw, number=number: number)
+        (token,) = sample(logits, [Draw(params, 0, 0)]).read()
+        assert token == 0 if number == 0 else 690 < token < 700
 
 
 def test_rows_follow_their_own_wishes() -> None:
