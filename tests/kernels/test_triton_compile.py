@@ -169,20 +169,6 @@ def test_pages_smaller_than_a_tile_are_looked_up_a_step_ahead(page_size):
     assert re.search(r"cp\.async\.wait_group\s+3;", made.text)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("page_size", [16, 32])
-def test_tiles_in_parts_are_read_by_tma(page_size, head_dim):
-    """A copy of 128 bytes a row for each page, in front of the loop and in it; as many copies in
-    flight as over one tensor."""
-    with mock.patch.object(launch_paged, "IN_PARTS", True):
-        made = compiled("sm_90", paged_call(head_dim, page_size))["paged_kernel"]
-    assert made.text.count("cp.async.bulk.tensor") >= 2 * 2 * 64 // page_size
-    assert "cp.async.cg" not in made.text
-    assert made.shared >= 2 * 4 * 64 * head_dim
-    assert made.spills <= 16
-
-
 def test_exact_math_calls_the_device_library():
     """The library's functions were once called through stubs that return nothing."""
     made = compiled("sm_90", make_call(64, score_mod=softcap, exact_math=True))

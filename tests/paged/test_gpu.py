@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from attnloom import PagedKV, PagedKVCache, PageTable, create_block_mask, flex_attention
-from attnloom.api import repeats
 from attnloom.backends.reference import paged_reference
-from attnloom.backends.triton import launch_paged
 from attnloom.errors import UnsupportedError
 from tests.paged.draw import MASKS, SCORES, Problem, causal, check
 
@@ -50,12 +48,8 @@ def test_head_dims(D: int, Dv: int, page_size: int) -> None:
 @pytest.mark.parametrize("counts", [(1, 1, 1), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (96, 64)])
 @pytest.mark.parametrize("page_size", [16, 32])
-def test_tiles_read_a_page_at_a_time(
-    page_size: int, D: int, Dv: int, counts: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch_paged, "IN_PARTS", True)
-    monkeypatch.setattr(launch_paged, "_ready", {})
-    monkeypatch.setattr(repeats, "_buckets", {})
+def test_small_pages(page_size: int, D: int, Dv: int, counts: tuple) -> None:
+    """Lengths that end in the first, a middle and the last page of a tile, and behind it."""
     problem = Problem(dtype=BF16, D=D, Dv=Dv, page_size=page_size, counts=counts, mask="causal")
     for lengths in ((90, 3, 150), (128, 64, 2000)):
         check(replace(problem, lengths=lengths), "triton", "cuda")

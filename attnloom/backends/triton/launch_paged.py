@@ -41,8 +41,6 @@ from attnloom.paged.table import PageTable
 _FEW_ROWS = 64  # queries times heads of a group; more are tiled as a forward
 _OPERANDS = 7  # q, k0 .. v2
 _NO_LISTS = (0.0,) * 8
-IN_PARTS = False  # whether a tile that spans pages is read and multiplied a page at a time, by TMA
-_LEAST_PART = 16  # rows of the smallest operand of a product
 _FAR = 2**31 - 1
 _FAR_ROOM = 1 << 24  # elements of a page at most, as far as offsets of pages are concerned
 # Head dimensions of keys and of values that a device has computed right. Tiles of 16 and 32 columns
@@ -53,12 +51,10 @@ _SEEN = {2: ((64, 96, 128, 192), (40, 64, 128)), 4: ((32, 64, 128), (32, 64, 128
 
 @dataclass(frozen=True, repr=False)
 class PagedConfig(ForwardConfig):
-    """PAGE: tokens a page, 0 without pages. GATHER: a tile spans several pages. PART_N: keys that
-    are loaded at once, of a page or of a tile. FAR: offsets of pages need 64 bits. TILE_M = HEADS *
-    QUERIES rows."""
+    """PAGE: tokens a page, 0 without pages. GATHER: a tile spans several pages. FAR: offsets of
+    pages need 64 bits. TILE_M = HEADS * QUERIES rows."""
 
     PAGE: int = 0
-    PART_N: int = 0
     GATHER: bool = False
     FAR: bool = False
     QUERIES: int = 1
@@ -205,9 +201,7 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     )
     gather = 0 < table.page_size < tile.tile_n
     fields = shared_fields(call, tensors, tile)
-    in_parts = gather and _in_parts(table.page_size, fields["USE_TMA"])
-    part_n = table.page_size if in_parts else tile.tile_n
-    fields |= {"MAY_MASK": True, "USE_TMA": fields["USE_TMA"] and (in_parts or not gather)}
+    fields |= {"MAY_MASK": True, "USE_TMA": fields["USE_TMA"] and not gather}
     if query.element_size() == 2:
         for letter, tensor in (("D", key), ("E", value)):
             chunks = _chunks(tensor.size(3))
@@ -217,7 +211,6 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         SINGLE=splits == 1,
         OVERLAPS=splits > 1 and device.can_overlap,
         PAGE=table.page_size,
-        PART_N=part_n,
         GATHER=gather,
         FAR=max(t.stride(0) * (t.size(0) - 1) for t in (key, value)) + _FAR_ROOM > _FAR,
         QUERIES=queries,
@@ -230,16 +223,11 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
     return _Ready(
         Launcher(paged_kernel, config, num_programs * splits, tile.options, _OPERANDS),
         merge if splits > 1 else None,
-        key_value_blanks(config, tensors, part_n),
+        key_value_blanks(config, tensors, tile.tile_n),
         num_rows * splits if splits > 1 else 0,
         pack_ints(shape),
         packed_strides(tensors),
     )
-
-
-def _in_parts(page_size: int, by_tma: bool) -> bool:
-    """Whether a tile that spans pages of this size is loaded a page at a time."""
-    return IN_PARTS and page_size >= _LEAST_PART and (by_tma or INTERPRETED)
 
 
 def _chunks(width: int) -> tuple[int, int, int]:

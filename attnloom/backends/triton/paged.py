@@ -67,15 +67,14 @@ def _gathered_rows(pages, stride_p, stride_l, cfg: tl.constexpr):
 
 @triton.jit
 def _load_keys(
-    src, at, page, kv, length, PART: tl.constexpr, COL: tl.constexpr, COLS: tl.constexpr,
-    WIDTH: tl.constexpr, TAIL: tl.constexpr, cfg: tl.constexpr,
+    src, at, page, kv, length, COL: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    TAIL: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """[PART_N, COLS] of keys or values. at = (h, stride of pages, of heads, of rows, rows in a
+    """[TILE_N, COLS] of keys or values. at = (h, stride of pages, of heads, of rows, rows in a
     page)."""
-    N: tl.constexpr = cfg.PART_N
+    N: tl.constexpr = cfg.TILE_N
     h, stride_p, stride_h, stride_l, rows = at
-    start = kv + PART * N
-    if cfg.GATHER and N == cfg.TILE_N:
+    if cfg.GATHER:
         if cfg.ALIGNED:
             UNIT: tl.constexpr = 128 // src.dtype.element_ty.primitive_bitwidth
             stride_p = (stride_p // UNIT) * UNIT
@@ -85,44 +84,41 @@ def _load_keys(
         of_head = src + tl.cast(h, tl.int64) * stride_h
         ptr = of_head + (_gathered_rows(page, stride_p, stride_l, cfg)[:, None] + offs_c)
         if TAIL:
-            mask = (start + tl.arange(0, N) < length)[:, None] & (offs_c < WIDTH)
+            mask = (kv + tl.arange(0, N) < length)[:, None] & (offs_c < WIDTH)
             tile = tl.load(ptr, mask=mask, other=0.0)
         elif COL + COLS > WIDTH:
             tile = tl.load(ptr, mask=offs_c < WIDTH, other=0.0)
         else:
             tile = tl.load(ptr)
     else:
-        row = start
-        if cfg.GATHER:
-            page = page[PART]
-            row = 0
-        elif cfg.PAGE > 0:
-            row = start % cfg.PAGE
+        row = kv
+        if cfg.PAGE > 0:
+            row = kv % cfg.PAGE
         place = (page, h, stride_p, stride_h, stride_l, rows)
         tile = load_tile(src, place, row, COL, N, COLS, WIDTH, cfg)
         if TAIL:
-            live = start + tl.arange(0, N) < length
+            live = kv + tl.arange(0, N) < length
             tile = tl.where(live[:, None], tile, 0.0)
     return tile.to(cfg.OPERAND)
 
 
 @triton.jit
-def _part_scores(
+def _scores(
     q, k_src, k_at, page, kv, length, partial, factor, score_ctx, mask_ctx, pos,
-    PART: tl.constexpr, TAIL: tl.constexpr, cfg: tl.constexpr,
+    TAIL: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """[TILE_M, PART_N] of the scores of a key tile, after mods and masks."""
+    """[TILE_M, TILE_N] of the scores of a key tile, after mods and masks."""
     D0: tl.constexpr = cfg.D0
     D01: tl.constexpr = cfg.D0 + cfg.D1
-    k = _load_keys(k_src[0], k_at, page, kv, length, PART, 0, D0, cfg.D, TAIL, cfg)
+    k = _load_keys(k_src[0], k_at, page, kv, length, 0, D0, cfg.D, TAIL, cfg)
     s = tl.dot(q[0], k.T, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
     if cfg.D1 > 0:
-        k = _load_keys(k_src[1], k_at, page, kv, length, PART, D0, cfg.D1, cfg.D, TAIL, cfg)
+        k = _load_keys(k_src[1], k_at, page, kv, length, D0, cfg.D1, cfg.D, TAIL, cfg)
         s = tl.dot(q[1], k.T, s, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
     if cfg.D2 > 0:
-        k = _load_keys(k_src[2], k_at, page, kv, length, PART, D01, cfg.D2, cfg.D, TAIL, cfg)
+        k = _load_keys(k_src[2], k_at, page, kv, length, D01, cfg.D2, cfg.D, TAIL, cfg)
         s = tl.dot(q[2], k.T, s, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
-    offs_n = kv + PART * cfg.PART_N + tl.arange(0, cfg.PART_N)[None, :]
+    offs_n = kv + tl.arange(0, cfg.TILE_N)[None, :]
     s = modded_scores(s, factor, score_ctx, pos, offs_n, cfg)
     if cfg.HAS_MASK:  # noqa: SIM102 - one is decided when compiling, one when running
         if partial:
@@ -142,18 +138,11 @@ def _step(
     """One key tile into the state (acc0..2, m_i, l_i) of the online softmax."""
     E0: tl.constexpr = cfg.E0
     E01: tl.constexpr = cfg.E0 + cfg.E1
-    PARTS: tl.constexpr = cfg.TILE_N // cfg.PART_N
+    s = _scores(
+        q, k_src, k_at, page, kv, length, partial, factor, score_ctx, mask_ctx, pos, TAIL, cfg
+    )
     acc0, acc1, acc2, m_i, l_i = state
-    scores = ()
-    m_new = m_i
-    for i in tl.static_range(PARTS):
-        s = _part_scores(
-            q, k_src, k_at, page, kv, length, partial, factor, score_ctx, mask_ctx, pos, i, TAIL,
-            cfg,
-        )  # fmt: skip
-        m_new = tl.maximum(m_new, tl.max(s, 1))
-        scores = scores + (s,)  # noqa: RUF005
-
+    m_new = tl.maximum(m_i, tl.max(s, 1))
     c = exponent_scale(factor, cfg)
     # a row without a key so far would give exp2(-inf + inf)
     m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -164,21 +153,20 @@ def _step(
         acc1 = acc1 * alpha[:, None]
     if cfg.E2 > 0:
         acc2 = acc2 * alpha[:, None]
-    for i in tl.static_range(PARTS):
-        if cfg.NATURAL:
-            p = tl.exp2((scores[i] - m_use[:, None]) * c)
-        else:
-            p = tl.exp2(scores[i] * c - (m_use * c)[:, None])
-        l_i += tl.sum(p, 1)
-        p = p.to(cfg.OPERAND)
-        v = _load_keys(v_src[0], v_at, page, kv, length, i, 0, E0, cfg.DV, TAIL, cfg)
-        acc0 = tl.dot(p, v, acc0, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
-        if cfg.E1 > 0:
-            v = _load_keys(v_src[1], v_at, page, kv, length, i, E0, cfg.E1, cfg.DV, TAIL, cfg)
-            acc1 = tl.dot(p, v, acc1, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
-        if cfg.E2 > 0:
-            v = _load_keys(v_src[2], v_at, page, kv, length, i, E01, cfg.E2, cfg.DV, TAIL, cfg)
-            acc2 = tl.dot(p, v, acc2, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    if cfg.NATURAL:
+        p = tl.exp2((s - m_use[:, None]) * c)
+    else:
+        p = tl.exp2(s * c - (m_use * c)[:, None])
+    l_i += tl.sum(p, 1)
+    p = p.to(cfg.OPERAND)
+    v = _load_keys(v_src[0], v_at, page, kv, length, 0, E0, cfg.DV, TAIL, cfg)
+    acc0 = tl.dot(p, v, acc0, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    if cfg.E1 > 0:
+        v = _load_keys(v_src[1], v_at, page, kv, length, E0, cfg.E1, cfg.DV, TAIL, cfg)
+        acc1 = tl.dot(p, v, acc1, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
+    if cfg.E2 > 0:
+        v = _load_keys(v_src[2], v_at, page, kv, length, E01, cfg.E2, cfg.DV, TAIL, cfg)
+        acc2 = tl.dot(p, v, acc2, input_precision=cfg.PRECISION, out_dtype=cfg.ACC)
     return acc0, acc1, acc2, m_new, l_i
 
 

@@ -9,7 +9,6 @@ import torch
 
 from attnloom import PagedKV, PageTable, create_block_mask, flex_attention
 from attnloom.backends.triton import configs, launch_paged
-from attnloom.backends.triton.config import value_of
 from tests.paged.draw import Problem, check, window
 
 SMALL = Problem(lengths=(40, 3, 70), D=16, Dv=16, block=32)
@@ -78,19 +77,3 @@ def test_tiles_of_several_pages(tile_n: int, far: bool, monkeypatch: pytest.Monk
     assert not outs[0].isnan().any()
     for i, out in enumerate(outs):
         assert torch.equal(out, outs[i % 2])
-
-
-@pytest.mark.parametrize("page_size", [16, 32])
-@pytest.mark.parametrize("mask", ["window", "bidirectional", None])
-def test_tiles_read_a_page_at_a_time(
-    page_size: int, mask: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lengths that end in the first, a middle and the last page of a tile, and behind it."""
-    monkeypatch.setattr(launch_paged, "IN_PARTS", True)
-    monkeypatch.setattr(launch_paged, "_tiles", lambda _: (configs.Tile(16, 64, 4, 1),))
-    monkeypatch.setattr(launch_paged, "_ready", {})
-    lengths = (5, 100, 128, 140)
-    problem = replace(SMALL, lengths=lengths, counts=(1,) * 4, page_size=page_size, mask=mask)
-    check(replace(problem, block=64), "triton")
-    ready = launch_paged._ready.values()
-    assert all(value_of(one.launch.config, "PART_N") == page_size for one in ready)
