@@ -13,7 +13,7 @@ from attnloom.serving.config import ModelConfig, Rope
 from attnloom.serving.decoder import Decoder, random_decoder
 from attnloom.serving.drafts import Drafter, DraftTree, NgramDrafter
 from attnloom.serving.engine import Engine
-from attnloom.serving.request import Finish, Output, Request, SamplingParams
+from attnloom.serving.request import Finish, Logprob, Output, Request, SamplingParams
 from attnloom.serving.scheduler import Limits
 from attnloom.serving.text import ByteTokenizer, FolderTokenizer, Tokenizer
 from attnloom.serving.weights import load_decoder
@@ -25,6 +25,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Output",
+    "Logprob",
     "Finish",
     # models
     "ModelConfig",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from attnloom.serving.logprobs import LogprobForm
 from attnloom.serving.request import Finish, Output
+
+Decode = Callable[[Sequence[int]], str]
 
 
 class Answer:
@@ -14,30 +17,39 @@ class Answer:
 
     Args:
         name: its id. num_choices: texts for each prompt; those of one prompt follow each other.
+        decode: text of tokens.
     """
 
-    def __init__(self, name: str, model: str, num_choices: int, *, chat: bool) -> None:
+    def __init__(
+        self, name: str, model: str, num_choices: int, decode: Decode, *, chat: bool
+    ) -> None:
         self.name, self.model, self.num_choices, self.chat = name, model, num_choices, chat
+        self._logprobs = LogprobForm(decode, chat=chat)
         self.created = int(time.time())
 
-    def whole(self, texts: Sequence[str], lasts: Sequence[Output]) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Sequence[Output]]) -> dict[str, Any]:
         """All of it.
 
         Args:
-            texts, lasts: of each choice, with its last output.
+            outputs: of each choice, one or more.
         """
         kind = "chat.completion" if self.chat else "text_completion"
-        choices = [
-            _choice(i, self._said(text), last.finish)
-            for i, (text, last) in enumerate(zip(texts, lasts, strict=True))
-        ]
-        return {**self._head(kind), "choices": choices, "usage": self._usage(lasts)}
+        choices = []
+        for i, parts in enumerate(outputs):
+            said = self._said("".join(part.text for part in parts))
+            asked = parts[0].logprobs is not None
+            found = [one for part in parts for one in part.logprobs or ()] if asked else None
+            choices.append(_choice(i, said, self._logprobs.of(i, found), parts[-1].finish))
+        usage = self._usage([parts[-1] for parts in outputs])
+        return {**self._head(kind), "choices": choices, "usage": usage}
 
-    def piece(self, index: int, text: str, finish: Finish | None, first: bool) -> dict[str, Any]:
+    def piece(self, index: int, output: Output, first: bool) -> dict[str, Any]:
         """What a step adds to a choice."""
+        text = output.text
         delta = {"role": "assistant", "content": text} if first else {"content": text}
         said = {"delta": delta} if self.chat else {"text": text}
-        return {**self._head(self._piece_kind), "choices": [_choice(index, said, finish)]}
+        choice = _choice(index, said, self._logprobs.of(index, output.logprobs), output.finish)
+        return {**self._head(self._piece_kind), "choices": [choice]}
 
     def usage_piece(self, lasts: Sequence[Output]) -> dict[str, Any]:
         """The last one, where usage is asked for."""
@@ -68,6 +80,8 @@ class Answer:
         }
 
 
-def _choice(index: int, said: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
+def _choice(
+    index: int, said: dict[str, Any], logprobs: dict[str, Any] | None, finish: Finish | None
+) -> dict[str, Any]:
     reason = None if finish is None else finish.value
-    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}

@@ -42,6 +42,20 @@ class DraftTree:
             found.append(1 if parent < 0 else found[parent] + 1)
         return found
 
+    def agreed(self, drawn: Items[int]) -> list[int]:
+        """Nodes that agree with the tokens drawn after the sequence itself and after each node, the
+        longest path of them. Those tokens are kept, and the first one that no node holds.
+
+        A token is drawn at every node as if there were no drafts, so that the text is what it would
+        be without them.
+        """
+        path: list[int] = []
+        node = self.child(-1, drawn[0])
+        while node is not None:
+            path.append(node)
+            node = self.child(node, drawn[1 + node])
+        return path
+
     def child(self, node: int, token: int) -> int | None:
         """The child of a node (-1: of the sequence) that holds a token."""
         for i, (parent, held) in enumerate(zip(self.parents, self.tokens, strict=True)):

@@ -8,18 +8,28 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from attnloom.errors import OptionError, RequestError, counted
 from attnloom.paged import PagedKVCache
 from attnloom.serving.decoder import Decoder
 from attnloom.serving.drafts import Drafter, DraftTree
 from attnloom.serving.metrics import Metrics
-from attnloom.serving.request import Finish, Output, Request, SamplingParams, Sequence
+from attnloom.serving.request import (
+    Finish,
+    Logprob,
+    Output,
+    Request,
+    SamplingParams,
+    Sequence,
+)
 from attnloom.serving.runner import ModelRunner
 from attnloom.serving.sampling import Draw, Drawn, sample
 from attnloom.serving.scheduler import Chunk, Limits, Scheduler
 from attnloom.serving.static import CudaGraphs
 from attnloom.serving.text import TextStream, Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -46,8 +56,16 @@ class _Launched:
 
     def tokens(self) -> list[list[int]]:
         """Those of each chunk, once they are there."""
-        tokens = iter(self.drawn.read() if self.drawn else ())
-        return [list(itertools.islice(tokens, count)) for count in self.counts]
+        return self._by_chunk(self.drawn.read() if self.drawn else ())
+
+    def logprobs(self) -> Iterable[list[Logprob | None] | None]:
+        """The same, for each row; None where no row of the step is to have any."""
+        found = self.drawn.read_logprobs() if self.drawn else None
+        return itertools.repeat(None) if found is None else self._by_chunk(found)
+
+    def _by_chunk(self, rows: Iterable[T]) -> list[list[T]]:
+        left = iter(rows)
+        return [list(itertools.islice(left, count)) for count in self.counts]
 
 
 class Engine:
@@ -206,14 +224,14 @@ class Engine:
         following = self._follow(step)
         tokens = step.tokens()
         self._launched = following
-        live = [
-            (chunk, new)
-            for chunk, new in zip(step.chunks, tokens, strict=True)
-            if chunk.sequence.finish is None
+        drawn = zip(step.chunks, tokens, step.logprobs(), strict=False)
+        live = [each for each in drawn if each[0].sequence.finish is None]
+        kept = self._advance([(chunk, new) for chunk, new, _ in live])
+        outputs = [
+            self._take(chunk, [new[row] for row in rows], found and [found[row] for row in rows])
+            for (chunk, new, found), rows in zip(live, kept, strict=True)
+            if rows
         ]
-        chunks = [chunk for chunk, _ in live]
-        given = self._advance(chunks, [new for _, new in live])
-        outputs = [self._take(chunk, new) for chunk, new in zip(chunks, given, strict=True) if new]
         self.metrics.steps += 1
         self.metrics.computed_tokens += sum(chunk.num_tokens for chunk in step.chunks)
         return outputs
@@ -291,25 +309,27 @@ class Engine:
         warnings.warn(f"a draft of {type(drafter).__name__} is dropped: {problem}", stacklevel=4)
         return None
 
-    def _advance(self, chunks: list[Chunk], drawn: list[list[int]]) -> list[list[int]]:
-        """Note what the cache holds now; the tokens that each chunk gives to its sequence."""
+    def _advance(self, drawn: list[tuple[Chunk, list[int]]]) -> list[Iterable[int]]:
+        """Note what the cache holds now; which of the tokens drawn each chunk gives to its
+        sequence."""
         paths: list[tuple[Chunk, list[int]]] = []
-        given = []
-        for chunk, tokens in zip(chunks, drawn, strict=True):
+        kept: list[Iterable[int]] = []
+        for chunk, tokens in drawn:
             sequence = chunk.sequence
             if chunk.draft is None:
                 self.scheduler.computed(sequence, sequence.num_computed + chunk.count)
-            else:
-                path, tokens = _verified(chunk, tokens)
-                paths.append((chunk, path))
-                self.metrics.drafted_tokens += len(chunk.draft.tokens)
-                self.metrics.accepted_tokens += len(path)
-                sequence.draft = None
-            given.append(tokens)
+                kept.append(range(len(tokens)))
+                continue
+            path = chunk.draft.agreed(tokens)
+            paths.append((chunk, path))
+            kept.append([0, *(1 + node for node in path)])
+            self.metrics.drafted_tokens += len(chunk.draft.tokens)
+            self.metrics.accepted_tokens += len(path)
+            sequence.draft = None
         self._runner.accept(paths)
-        return given
+        return kept
 
-    def _take(self, chunk: Chunk, new: list[int]) -> Output:
+    def _take(self, chunk: Chunk, new: list[int], logprobs: list[Logprob | None] | None) -> Output:
         sequence, request = chunk.sequence, chunk.sequence.request
         served, params = self._served[request.name], request.params
         tokens, num_prompt = sequence.tokens, len(request.prompt)
@@ -337,8 +357,11 @@ class Engine:
         finish = sequence.finish
         if finish is not None:
             self._end(served)
+        found = None
+        if params.logprobs is not None and logprobs is not None:
+            found = tuple(one for one in logprobs[: len(taken)] if one is not None)
         return Output(
-            request.name, taken, text, finish, num_prompt, num_output, sequence.num_shared
+            request.name, taken, text, finish, num_prompt, num_output, sequence.num_shared, found
         )
 
     def _end(self, served: _Served) -> None:
@@ -358,24 +381,6 @@ def _draws(chunk: Chunk, ahead: int) -> list[Draw]:
     sequence, depths = chunk.sequence, chunk.draft.depths() if chunk.draft else []
     params, place = sequence.request.params, sequence.num_output + ahead
     return [Draw(params, sequence.seed, place + depth) for depth in (0, *depths)]
-
-
-def _verified(chunk: Chunk, drawn: list[int]) -> tuple[list[int], list[int]]:
-    """Nodes of the draft that agree with what was drawn, and the tokens that this gives: theirs and
-    the first one that no node holds.
-
-    A token is drawn at every node as if there were no drafts, so that the text is what it would be
-    without them.
-    """
-    assert chunk.draft is not None
-    path: list[int] = []
-    tokens = [drawn[0]]
-    node = chunk.draft.child(-1, drawn[0])
-    while node is not None:
-        path.append(node)
-        tokens.append(drawn[1 + node])
-        node = chunk.draft.child(node, drawn[1 + node])
-    return path, tokens
 
 
 def _name(sequence: Sequence) -> int:

@@ -11,6 +11,7 @@ from enum import Enum
 from attnloom.errors import RequestError
 from attnloom.serving.drafts import DraftTree
 
+MAX_LOGPROBS = 20
 _names = itertools.count()
 
 
@@ -34,6 +35,8 @@ class SamplingParams:
         max_tokens: of output.
         stop: texts that end the output; they are not part of it.
         ignore_eos: go on after the model's end of sequence.
+        logprobs: give the log-probability of each token of output, by the model's own logits, and
+            those of that many of the likeliest tokens beside; None: give none.
     """
 
     temperature: float = 1.0
@@ -43,6 +46,7 @@ class SamplingParams:
     max_tokens: int = 16
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         number, whole = (numbers.Real,), (numbers.Integral,)
@@ -52,6 +56,12 @@ class SamplingParams:
             ("top_p", number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
             ("seed", (*whole, type(None)), lambda v: True, "a whole number or None"),
             ("max_tokens", whole, lambda v: v >= 1, "a whole number, 1 or more"),
+            (
+                "logprobs",
+                (*whole, type(None)),
+                lambda v: v is None or 0 <= v <= MAX_LOGPROBS,
+                f"a whole number from 0 to {MAX_LOGPROBS}, or None",
+            ),
             ("stop", (tuple, list), lambda v: all(isinstance(t, str) for t in v), "texts"),
         )
         for name, kinds, fine, wanted in checks:
@@ -120,10 +130,25 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of a token of output.
+
+    Attributes:
+        logprob: by the softmax of the model's logits, before temperature, top_k and top_p.
+        top: (token, log-probability) of the likeliest ones at its place, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What a step adds to a request.
 
     Attributes:
+        logprobs: of each of the tokens, where SamplingParams.logprobs asks for them.
         text: complete characters; what may be the start of a stop text is held back.
         finish: None while more is to come.
     """
@@ -135,3 +160,4 @@ class Output:
     num_prompt: int
     num_output: int
     num_shared: int
+    logprobs: tuple[Logprob, ...] | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnloom.serving.request import SamplingParams
+from attnloom.serving.request import Logprob, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,17 @@ class Drawn:
         tokens: [R] int64, where the logits are.
     """
 
-    __slots__ = ("_event", "_host", "tokens")
+    __slots__ = ("_event", "_host", "_scored", "tokens")
 
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens, self._host = tokens, tokens
+    def __init__(self, tokens: Tensor, scored: _Scored | None = None) -> None:
+        self.tokens, self._scored = tokens, scored
         self._event: torch.cuda.Event | None = None
+        self._host = (tokens, *(() if scored is None else scored.tensors))
         if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
+            made = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in self._host]
+            for host, there in zip(made, self._host, strict=True):
+                host.copy_(there, non_blocking=True)
+            self._host = tuple(made)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tokens.device))
 
@@ -51,7 +54,31 @@ class Drawn:
         """Wait until they are there. What was started since goes on meanwhile."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.tolist()
+        return self._host[0].tolist()
+
+    def read_logprobs(self) -> list[Logprob | None] | None:
+        """Of each row that asks for it; None if none does. Waits, as `read` does."""
+        if self._scored is None:
+            return None
+        tokens = self.read()
+        found: list[Logprob | None] = [None] * len(tokens)
+        chosen, values, others = (t.tolist() for t in self._host[1:])
+        for i, (row, count) in enumerate(self._scored.wanted):
+            top = tuple(zip(others[i][:count], values[i][:count], strict=True))
+            found[row] = Logprob(tokens[row], chosen[i], top)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Log-probabilities of some rows, on their way.
+
+    wanted: (row, number of the likeliest tokens) of each.
+    tensors: of the tokens drawn [n], of the likeliest [n, most], and these tokens.
+    """
+
+    wanted: list[tuple[int, int]]
+    tensors: tuple[Tensor, Tensor, Tensor]
 
 
 def sample(logits: Tensor, draws: Rows[Draw]) -> Drawn:
@@ -71,7 +98,19 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> Drawn:
         elif rows:
             index = torch.tensor(rows, device=logits.device)
             tokens[index] = draw(logits[index], [draws[i] for i in rows])
-    return Drawn(tokens)
+    return Drawn(tokens, _score(logits, tokens, wishes))
+
+
+def _score(logits: Tensor, tokens: Tensor, wishes: Rows[SamplingParams]) -> _Scored | None:
+    wanted = [(i, w.logprobs) for i, w in enumerate(wishes) if w.logprobs is not None]
+    if not wanted:
+        return None
+    index = torch.tensor([row for row, _ in wanted], device=logits.device)
+    logprobs = logits[index].log_softmax(-1)
+    most = min(max(count for _, count in wanted), logits.size(-1))
+    values, others = logprobs.topk(most, -1)
+    chosen = logprobs.gather(-1, tokens[index][:, None])[:, 0]
+    return _Scored(wanted, (chosen, values, others))
 
 
 def _column(values: Rows[float], device: torch.device) -> Tensor:

@@ -142,7 +142,7 @@ class Endpoint:
             for index, (prompt, i) in enumerate(choices)
         ]
         outputs = await self.service.submit(*requests)
-        answer = Answer(name, self.model, body.num_choices, chat=chat)
+        answer = Answer(name, self.model, body.num_choices, self.tokenizer.decode, chat=chat)
         if body.stream:
             return _Stream(outputs, _events(outputs, answer, body.wants_usage))
         return await _whole(http, outputs, answer)
@@ -169,8 +169,8 @@ async def _events(outputs: Outputs, answer: Answer, wants_usage: bool) -> AsyncI
     try:
         async for output in outputs:
             first = output.name not in begun
-            if output.text or output.finish is not None or first:
-                yield _event(answer.piece(index[output.name], output.text, output.finish, first))
+            if output.text or output.logprobs or output.finish is not None or first:
+                yield _event(answer.piece(index[output.name], output, first))
                 begun.add(output.name)
             if output.finish is not None:
                 lasts[output.name] = output
@@ -187,12 +187,10 @@ def _event(body: dict) -> str:
 
 async def _whole(http: HttpRequest, outputs: Outputs, answer: Answer) -> Response:
     async def collect() -> Response:
-        texts = dict.fromkeys(outputs.names, "")
-        lasts: dict[str, Output] = {}
+        parts: dict[str, list[Output]] = {name: [] for name in outputs.names}
         async for output in outputs:
-            texts[output.name] += output.text
-            lasts[output.name] = output
-        return JSONResponse(answer.whole([*texts.values()], [lasts[name] for name in texts]))
+            parts[output.name].append(output)
+        return JSONResponse(answer.whole([*parts.values()]))
 
     collecting = asyncio.ensure_future(collect())
     leaving = asyncio.ensure_future(_gone(http))

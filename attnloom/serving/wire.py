@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from attnloom.serving.request import SamplingParams
+from attnloom.serving.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -160,7 +160,13 @@ class Sampled(_Strict):
             max_tokens=max_tokens,
             stop=self.stop,
             ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs,
         )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to give beside each token; None: no log-probabilities at all."""
+        return None
 
     @property
     def wants_usage(self) -> bool:
@@ -173,8 +179,12 @@ class Completion(Sampled):
     prompt: Annotated[list[Prompt], PlainValidator(_read_prompts)]
     best_of: StrictInt | None = Field(None, description="a whole number")
     echo: Annotated[Any, _nothing(False)] = None
-    logprobs: Annotated[Any, _nothing()] = None
+    logprobs: int | None = _whole(None, 0, MAX_LOGPROBS)
     suffix: Annotated[Any, _nothing()] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Completion:
@@ -212,8 +222,8 @@ class Chat(Sampled):
 
     messages: list[ChatMessage] = Field(min_length=1, description="a list of one message or more")
     max_completion_tokens: int | None = _whole(None, 1)
-    logprobs: Annotated[Any, _nothing(False)] = None
-    top_logprobs: Annotated[Any, _nothing()] = None
+    logprobs: StrictBool | None = Field(None, description="true or false")
+    top_logprobs: int | None = _whole(None, 0, MAX_LOGPROBS)
     response_format: Annotated[Any, _nothing({"type": "text"})] = None
     modalities: Annotated[Any, _nothing(["text"])] = None
     tools: Annotated[Any, _nothing([])] = None
@@ -221,6 +231,16 @@ class Chat(Sampled):
     parallel_tool_calls: Annotated[Any, _nothing(True, False)] = None
     functions: Annotated[Any, _nothing([])] = None
     function_call: Annotated[Any, _nothing("none", "auto")] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Chat:
+        if self.top_logprobs and not self.logprobs:
+            raise _wrong("top_logprobs needs logprobs=true beside it.")
+        return self
 
     @property
     def asked_tokens(self) -> int | None:

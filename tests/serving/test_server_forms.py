@@ -71,6 +71,16 @@ BAD: dict[str, tuple[bytes, str | None, str]] = {
         completion(temperature=True), "temperature",
         "temperature is true; it must be a number from 0 to 2.",
     ),
+    "too many logprobs": (
+        completion(logprobs=21), "logprobs",
+        "logprobs is 21; it must be a whole number from 0 to 20.",
+    ),
+    "logprobs of a chat": (
+        chat(logprobs=2), "logprobs", "logprobs is 2; it must be true or false.",
+    ),
+    "top_logprobs alone": (
+        chat(top_logprobs=2), None, "top_logprobs needs logprobs=true beside it.",
+    ),
     "n is true": (completion(n=True), "n", "n is true; it must be a whole number from 1 to 128."),
     "max_tokens is 0": (
         completion(max_tokens=0), "max_tokens",
@@ -151,6 +161,7 @@ NOTHING_IN_CHAT: dict[str, Any] = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
     "logprobs": False,
+    "top_logprobs": 0,
     "modalities": ["text"],
 }
 
