@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from attnloom.api import autocast, cached, jagged, pipeline, quantized, sharded, validate
+from attnloom.api.call import Call
 from attnloom.api.options import FlexKernelOptions
 from attnloom.block_mask import BlockMask
 from attnloom.errors import OptionError
@@ -171,48 +172,46 @@ def flex_attention(
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descale = quantized.Descale(q_descale, k_descale, v_descale)
     want_max_scores = return_aux is not None and return_aux.max_scores
-    out, lse, max_scores = run(
-        query,
-        key,
-        value,
-        score_mod,
-        block_mask,
-        scale,
-        enable_gqa,
-        kernel_options,
-        want_max_scores,
-        descale=descale,
-    )
+    call = Call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    out, lse, max_scores = run(call, want_max_scores, descale)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
 
 
-def _run(
-    query: Tensor, key: Any, value: Any, *rest: Any, descale: quantized.Descale | None = None
-) -> pipeline.Outputs:
+def _run(call: Call, want_max_scores: bool, descale: quantized.Descale | None) -> pipeline.Outputs:
+    query, key, value = call.query, call.key, call.value
     if isinstance(key, cached.CACHES):
-        sharded.check_plain(query)
-        kv = cached.opened(query, key, value)
-        if autocast.is_on(query):
-            query = autocast.lowered(query, query.device)
-        if quantized.has_eight_bits(query, kv.key, kv.value):
-            query = quantized.beside_pages(query, kv.key, kv.value)
-        if descale is not None:
-            return quantized.run(descale, query, kv.key, kv.value, *rest, table=kv.table)
-        return pipeline.run(query, kv.key, kv.value, *rest, table=kv.table)
+        return _run_over_cache(call, want_max_scores, descale)
     if isinstance(query, Tensor) and autocast.is_on(query):
         device = query.device
         query, key, value = (autocast.lowered(x, device) for x in (query, key, value))
+        call = call.on(query, key, value)
     if quantized.has_eight_bits(query, key, value):
-        query, key, value = quantized.readable(query, key, value, rest[0], descale)
+        call = quantized.readable(call, descale)
     if descale is not None:
-        return quantized.run(descale, query, key, value, *rest)
+        return quantized.run(descale, call, want_max_scores)
     if is_dtensor(query, key, value):
-        return sharded.run(query, key, value, *rest)
+        return sharded.run(call, want_max_scores)
     if jagged.is_nested(query, key, value):
-        return jagged.run(query, key, value, *rest)
-    return pipeline.run(query, key, value, *rest)
+        return jagged.run(call, want_max_scores)
+    return pipeline.run(call, want_max_scores)
+
+
+def _run_over_cache(
+    call: Call, want_max_scores: bool, descale: quantized.Descale | None
+) -> pipeline.Outputs:
+    query = call.query
+    sharded.check_plain(query)
+    kv = cached.opened(query, call.key, call.value)
+    if autocast.is_on(query):
+        query = autocast.lowered(query, query.device)
+    if quantized.has_eight_bits(query, kv.key, kv.value):
+        query = quantized.beside_pages(query, kv.key, kv.value)
+    call = call.on(query, kv.key, kv.value)
+    if descale is not None:
+        return quantized.run(descale, call, want_max_scores, kv.table)
+    return pipeline.run(call, want_max_scores, kv.table)
 
 
 # Dynamo leaves its graph here: tracing a mod is our own compiler's work.

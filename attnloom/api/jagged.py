@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnloom.api import pipeline, validate
+from attnloom.api.call import Call
 from attnloom.api.masks import create_block_mask
 from attnloom.block_mask import BlockMask
 from attnloom.errors import OptionError, ShapeError, UnsupportedError, counted
@@ -121,23 +122,14 @@ def create_nested_block_mask(
     return mask
 
 
-def run(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Callable[..., Any] | None,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel_options: Mapping[str, object] | None,
-    want_max_scores: bool,
-) -> pipeline.Outputs:
+def run(call: Call, want_max_scores: bool) -> pipeline.Outputs:
     """out [B, Hq, jagged, Dv], lse and max_scores [B, Hq, jagged], nested as query is.
 
     Raises:
         UnsupportedError: tensors of another form; a dense one beside nested ones. ShapeError:
         sequences that do not belong together; else as `pipeline.run`.
     """
+    query, key, value, score_mod, block_mask, *_ = call
     inputs = {"query": query, "key": key, "value": value}
     _check_inputs(inputs)
     packing = _packing(query.offsets(), key.offsets())
@@ -147,17 +139,10 @@ def run(
         validate.check_score_mod(score_mod)
         extent.check(score_mod, {"batch": query.size(0), "heads": query.size(1)})
         score_mod = functools.partial(packed_score, score_mod, packing.tables)
-    found = pipeline.run(
-        query.values().unsqueeze(0),
-        key.values().unsqueeze(0),
-        value.values().unsqueeze(0),
-        score_mod,
-        packing.isolated if block_mask is None else block_mask,
-        scale,
-        enable_gqa,
-        kernel_options,
-        want_max_scores,
-    )
+    mask = packing.isolated if block_mask is None else block_mask
+    packed = call.on(*(x.values().unsqueeze(0) for x in (query, key, value)))
+    packed = packed._replace(score_mod=score_mod, block_mask=mask)
+    found = pipeline.run(packed, want_max_scores)
     out, lse, max_scores = (None if x is None else _nested_as(x, query) for x in found)
     assert out is not None and lse is not None, "a call has both"
     return out, lse, max_scores

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from attnloom.api import autograd, bounds_check, broadcast, cached, repeats, validate
+from attnloom.api.call import Call
 from attnloom.api.masks import noop_mask
 from attnloom.api.options import read_options
 from attnloom.api.planning import plan_launch
@@ -23,27 +24,14 @@ from attnloom.trace.tracer import trace_mask, trace_score
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-def run(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Callable[..., Any] | None,
-    block_mask: BlockMask | DecodeMask | None,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel_options: Mapping[str, object] | None,
-    want_max_scores: bool,
-    table: PageTable | None = None,
-) -> Outputs:
+def run(call: Call, want_max_scores: bool, table: PageTable | None = None) -> Outputs:
     """out, lse and max_scores (None unless wanted) of one call of flex_attention.
 
     table: of keys and values in pages.
     """
-    call = place = None
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options = call
+    place = None
     if table is None and not isinstance(block_mask, DecodeMask):
-        call = repeats.Call(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options
-        )
         place = repeats.key_of(call)
         known = None if place is None else repeats.find(place, call)
         if known is not None:
@@ -84,7 +72,7 @@ def run(
         cached.check_inference(query, key, value, *tensors)
     if options.debug_bounds:
         bounds_check.check(launch.call(query, key, value, tensors), score_mod, mask_mod)
-    elif call is not None and place is not None:
+    elif place is not None:
         repeats.keep(place, call, launch)
     attend = autograd.attention if table is None else cached.attention
     return attend(launch, query, key, value, tensors, want_max_scores)

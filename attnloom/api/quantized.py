@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attnloom.api import pipeline, validate
 from attnloom.api.autograd import num_dispatch_modes, transforms_active
+from attnloom.api.call import Call
 from attnloom.api.validate import EIGHT_BITS
 from attnloom.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from attnloom.masking.arguments import shown
@@ -61,21 +62,20 @@ def has_eight_bits(query: Any, key: Any, value: Any) -> bool:
     )
 
 
-def readable(
-    query: Any, key: Any, value: Any, score_mod: ScoreMod | None, descale: Descale | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs, converted where kernels do not read 8 bits: query to bfloat16 always, key and
-    value to its dtype (bfloat16 beside wider ones)."""
+def readable(call: Call, descale: Descale | None) -> Call:
+    """The call with inputs converted where kernels do not read 8 bits: query to bfloat16 always,
+    key and value to its dtype (bfloat16 beside wider ones)."""
+    query, key, value = call.query, call.key, call.value
     for name, x in (("query", query), ("key", key), ("value", value)):
         validate.check_is_tensor(name, x)
     query = _wide_query(query)
     factors = () if descale is None else tuple(descale.given().values())
-    if _gradient_wanted((query, key, value, *factors), score_mod) or not _reads_eight_bits(
+    if _gradient_wanted((query, key, value, *factors), call.score_mod) or not _reads_eight_bits(
         query.device
     ):
         half = query.dtype if query.dtype in _HALVES else torch.bfloat16
         key, value = (t.to(half) if t.dtype in EIGHT_BITS else t for t in (key, value))
-    return query, key, value
+    return call.on(query, key, value)
 
 
 def beside_pages(query: Any, key: Tensor, value: Tensor) -> Tensor:
@@ -97,17 +97,7 @@ def beside_pages(query: Any, key: Tensor, value: Tensor) -> Tensor:
 
 
 def run(
-    descale: Descale,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod | None,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel_options: Mapping[str, object] | None,
-    want_max_scores: bool,
-    table: PageTable | None = None,
+    descale: Descale, call: Call, want_max_scores: bool, table: PageTable | None = None
 ) -> pipeline.Outputs:
     """As `pipeline.run`, of inputs that are to be multiplied by factors.
 
@@ -115,6 +105,7 @@ def run(
         UnsupportedError: nested tensors and DTensors; else as `pipeline.run` and for factors that
         fit no head.
     """
+    query, key, value, score_mod, _, scale, enable_gqa, _ = call
     if is_dtensor(query, key, value) or query.is_nested:
         kind = "nested" if query.is_nested else "sharded"
         raise UnsupportedError(
@@ -123,18 +114,8 @@ def run(
         )
     validate.check_inputs(query, key, value, enable_gqa, table is not None)
     score_mod, scale = fold_descale(descale, query, key.size(1), score_mod, scale)
-    out, lse, max_scores = pipeline.run(
-        query,
-        key,
-        value,
-        score_mod,
-        block_mask,
-        scale,
-        enable_gqa,
-        kernel_options,
-        want_max_scores,
-        table,
-    )
+    call = call._replace(score_mod=score_mod, scale=scale)
+    out, lse, max_scores = pipeline.run(call, want_max_scores, table)
     if descale.value is not None:
         out = descaled_values(out, descale.value)
     return out, lse, max_scores

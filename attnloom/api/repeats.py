@@ -15,14 +15,14 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attnloom.api.autograd import PLAIN_TYPES, num_dispatch_modes, transforms_active
+from attnloom.api.call import Call
 from attnloom.api.launch import Launch
 from attnloom.backends.registry import Again
 from attnloom.block_mask import BlockLists, BlockMask
@@ -39,19 +39,6 @@ _VARIANTS = 8  # of one key: layers whose mods differ in numbers, say
 _MOST_MISSES = 64  # of one key, beyond its hits: mods that are never the same again
 _UNKNOWN_KIND = 20  # misses that count for one whose mods are not taken
 _Tensors = tuple[torch.Tensor, ...]
-
-
-class Call(NamedTuple):
-    """Arguments of flex_attention that a launch depends on."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    score_mod: Callable[..., Any] | None
-    block_mask: BlockMask | None
-    scale: float | None
-    enable_gqa: bool
-    kernel_options: Mapping[str, object] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attnloom.api import broadcast, pipeline, validate
+from attnloom.api.call import Call
 from attnloom.block_mask import BlockMask
 from attnloom.errors import ShapeError, UnsupportedError, counted
 from attnloom.ir.node import DType
@@ -52,17 +53,7 @@ def check_plain(query: Any) -> None:
         )
 
 
-def run(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Callable[..., Any] | None,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel_options: Mapping[str, object] | None,
-    want_max_scores: bool,
-) -> pipeline.Outputs:
+def run(call: Call, want_max_scores: bool) -> pipeline.Outputs:
     """out, lse and max_scores as DTensors that are placed as query is.
 
     Raises:
@@ -70,10 +61,11 @@ def run(
             get a part of its gradient. ShapeError: heads do not divide as their groups do; else as
             `pipeline.run`.
     """
+    query, key, value, score_mod, block_mask, *_ = call
     inputs = {"query": query, "key": key, "value": value}
     _check_kinds(inputs)
-    validate.check_inputs(query, key, value, enable_gqa)
-    factor = validate.read_scale(scale, query.size(3))
+    validate.check_inputs(query, key, value, call.enable_gqa)
+    factor = validate.read_scale(call.scale, query.size(3))
     shared = _check_placements(inputs)
     share = _share_of(query)
     _check_groups(share, query, key, shared)
@@ -84,17 +76,9 @@ def run(
         score_mod = _local_mod(score_mod, query, share, sums)
     if block_mask is not None:
         block_mask = _local_mask(block_mask, query, key, share)
-    found = pipeline.run(
-        query.to_local(),
-        _local(key, shared),
-        _local(value, shared),
-        score_mod,
-        block_mask,
-        factor,
-        enable_gqa,
-        kernel_options,
-        want_max_scores,
-    )
+    local = call.on(query.to_local(), _local(key, shared), _local(value, shared))
+    local = local._replace(score_mod=score_mod, block_mask=block_mask, scale=factor)
+    found = pipeline.run(local, want_max_scores)
     out, lse, max_scores = (None if x is None else _whole(x, query) for x in found)
     assert out is not None and lse is not None, "a call has both"
     return out, lse, max_scores
