@@ -99,7 +99,7 @@ ForwardAgain = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], "ForwardResult | None"
 ]
 # (query, key, value, out, lse, dout and dlse, if there is one), captured tensors, row_state -> what
-# `backward` gives; None where it has to be asked. No captured tensor has a gradient.
+# `backward` gives; None where it has to be asked.
 BackwardAgain = Callable[
     [tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], "torch.Tensor | None"], "Gradients | None"
 ]

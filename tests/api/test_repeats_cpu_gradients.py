@@ -134,18 +134,38 @@ def test_dlse_strides_and_dtypes_of_gradients(short: dict[str, list[bool]]) -> N
     assert asked[-4:] == [1, 1, 1, 0]
 
 
-def test_captured_tensors_that_learn_go_the_ordinary_way(short: dict[str, list[bool]]) -> None:
-    slope = torch.zeros(2, requires_grad=True)
+LEARNED: dict[str, tuple[torch.Size, Callable[..., Callable[..., torch.Tensor]]]] = {
+    "by head": (torch.Size([2]), lambda w: lambda s, b, h, i, j: s + w[h] * (i - j)),
+    "by distance": (torch.Size([2 * S]), lambda w: lambda s, b, h, i, j: s + w[i - j + S]),
+    "by score": (torch.Size([2, S, S]), lambda w: lambda s, b, h, i, j: s + w[h, i, j]),
+    "two, one of which learns": (
+        torch.Size([S]), lambda w: lambda s, b, h, i, j: s + BIASES[j] * w[i],
+    ),
+}  # fmt: skip
+BIASES = torch.randn(S, generator=torch.Generator().manual_seed(9))
 
-    def run(factor: float) -> torch.Tensor:
-        q, k, v, dout, _ = inputs(0)
-        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (i - j), CAUSAL)
-        return torch.autograd.grad(out, slope, dout * factor)[0]
 
-    first, *rest = [run(2.0**n) for n in range(5)]
-    for n, found in enumerate(rest, 1):
-        torch.testing.assert_close(found, first * 2**n)
-    assert any(short["forward"]) and not short["backward"]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LEARNED)
+def test_captured_tensors_that_learn(
+    name: str, dtype: torch.dtype, short: dict[str, list[bool]]
+) -> None:
+    """Gradients of a call are no part of the next one's."""
+    size, mod = LEARNED[name]
+
+    def call(seed: int) -> tuple[torch.Tensor, ...]:
+        q, k, v, dout, _ = inputs(seed)
+        learned = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        leaves = [x.requires_grad_() for x in (q, k, v, learned)]
+        out = flex_attention(q, k, v, mod(learned), CAUSAL)
+        return torch.autograd.grad(out, leaves, dout)
+
+    repeated = [call(seed) for seed in range(5)]
+    assert any(short["backward"])
+    for seed in range(5):
+        repeats.clear()
+        for got, want in zip(repeated[seed], call(seed), strict=True):
+            assert got.dtype == want.dtype and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("learns", [False, True])

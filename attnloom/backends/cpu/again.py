@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from attnloom.backends.cpu.captured_gradients import CapturedGradients
 from attnloom.backends.cpu.forks import threads_lost
 from attnloom.backends.cpu.launch_args import Arguments
 from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
@@ -100,21 +101,22 @@ class ForwardAgain(_Again):
 class BackwardAgain(_Again):
     """See `registry.BackwardAgain`."""
 
-    __slots__ = ("_no_captured", "_results")
+    __slots__ = ("_captured", "_results")
 
     def __init__(
         self,
-        call: AttentionCall,
         arguments: Arguments,
         run: Run,
         results: tuple[torch.Tensor, ...],
+        captured: CapturedGradients,
     ) -> None:
         """Args:
-        arguments: of the backward of this call. results: dq, dk and dv like its own.
+        arguments: of a backward, whose table of buffers is that of `captured`. results: dq, dk and
+            dv like its own.
         """
         super().__init__(arguments, run)
         self._results = tuple(map(_form_of, results))
-        self._no_captured = () if call.score is None else (None,) * len(call.score.tensors)
+        self._captured = captured
 
     def __call__(
         self,
@@ -133,9 +135,10 @@ class BackwardAgain(_Again):
             operands = query, key, value, out, dout, dq, dk, dv
             rows = lse, None, dlse[0] if dlse else None, row_state
             arguments.set_addresses(operands, rows, tensors)
+            buffers = self._captured.buffers()
             if not self._has_run(arguments):
                 return None
-            return Gradients(dq, dk, dv, self._no_captured)
+            return Gradients(dq, dk, dv, self._captured.total(buffers))
         finally:
             self._lock.release()
 

@@ -18,22 +18,20 @@ import torch
 
 from attnloom.backends.cpu import build, toolchain
 from attnloom.backends.cpu.again import BackwardAgain, ForwardAgain
+from attnloom.backends.cpu.captured_gradients import CapturedGradients
 from attnloom.backends.cpu.launch_args import (
     DTYPE_CODES,
     Arguments,
     Parts,
-    bindings,
     operand,
     unit_stride,
 )
 from attnloom.backends.cpu.schedule import (
     DECODE_KEYS,
     DECODE_ROWS,
-    BackwardSchedule,
     Schedule,
     backward_schedule,
     decode_schedule,
-    gradient_slots,
     num_threads,
 )
 from attnloom.backends.cpu.widths import needs_wide_ints
@@ -127,15 +125,16 @@ class CpuBackend:
         operands, rows = _backward_operands(call, out, lse, dout, dlse)
         given = (call.query, call.key, call.value, out, dout, lse, dlse)
         taken = (*operands[:5], *rows)
-        if call.learns or any(a is not b for a, b in zip(given, taken, strict=True)):
+        if any(a is not b for a, b in zip(given, taken, strict=True)):
             return None
         real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
         plan = backward_schedule(call, num_threads(call))
         run = _narrow("backward", call, real)
         if run is None:
             return None
-        arguments = Arguments(call, _backward_parts(call, operands, rows, plan.schedule))
-        return BackwardAgain(call, arguments, run, operands[5:])
+        captured = CapturedGradients(call, plan, real)
+        parts = _backward_parts(call, operands, rows, plan.schedule, captured.address)
+        return BackwardAgain(Arguments(call, parts), run, operands[5:], captured)
 
     def backward(
         self,
@@ -148,11 +147,17 @@ class CpuBackend:
         operands, rows = _backward_operands(call, out, lse, dout, dlse)
         real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
         plan = backward_schedule(call, num_threads(call))
-        captured = _CapturedGradients(call, plan, real)
-        parts = _backward_parts(call, operands, rows, plan.schedule, captured.table)
-        _launch("backward", call, real, parts, captured.clear)
+        captured = CapturedGradients(call, plan, real)
+        buffers = captured.buffers()
+
+        def clear() -> None:
+            for buffer in buffers.values():
+                buffer.zero_()
+
+        parts = _backward_parts(call, operands, rows, plan.schedule, captured.address)
+        _launch("backward", call, real, parts, clear)
         dq, dk, dv = operands[5:]
-        return Gradients(dq, dk, dv, captured.total(call))
+        return Gradients(dq, dk, dv, captured.total(buffers))
 
 
 _Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -210,7 +215,7 @@ def _backward_parts(
     operands: tuple[torch.Tensor, ...],
     rows: tuple[torch.Tensor, torch.Tensor | None],
     schedule: Schedule,
-    grads: int = 0,
+    grads: int,
 ) -> Parts:
     batch, kv_batch = call.query.size(0), call.key.size(0)
     words = [operand(t, batch) for t in operands[:6]]
@@ -230,43 +235,6 @@ def _row_state(call: AttentionCall, real: DType) -> torch.Tensor | None:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-class _CapturedGradients:
-    """Buffers that score_grad adds to: [copies, *shape] for each captured tensor that wants one."""
-
-    def __init__(self, call: AttentionCall, plan: BackwardSchedule, real: DType) -> None:
-        self.buffers: dict[int, torch.Tensor] = {}
-        self.table = 0
-        if not plan.copies or call.score is None:
-            return
-        for slot, copies in plan.copies.items():
-            shape = call.score.tensors[slot].shape
-            self.buffers[slot] = torch.zeros((copies, *shape), dtype=real.torch, device="cpu")
-        width = len(bindings(call)[0])
-        rows = []
-        for lane in range(plan.schedule.num_lanes):
-            row = [0] * width
-            for slot, buffer in self.buffers.items():
-                row[slot] = buffer[lane if plan.copies[slot] > 1 else 0].data_ptr()
-            rows += row
-        self._memory = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        self.table = self._memory.data_ptr()
-
-    def clear(self) -> None:
-        for buffer in self.buffers.values():
-            buffer.zero_()
-
-    def total(self, call: AttentionCall) -> tuple[torch.Tensor | None, ...]:
-        """Sums over the copies, in order, in the tensors' dtypes."""
-        if call.score is None:
-            return ()
-        found: list[torch.Tensor | None] = [None] * len(call.score.tensors)
-        for slot in gradient_slots(call.score):
-            buffer = self.buffers[slot]
-            total = buffer[0] if buffer.size(0) == 1 else buffer.sum(0)
-            found[slot] = total.to(call.score.tensors[slot].dtype)
-        return tuple(found)
 
 
 def _launch(
