@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 # Idle threads of torch sleep: several test processes share the cores, and waiting by spinning,
 # OpenMP's default, takes those from each other (on two of them, twice the processor time). Read
@@ -15,6 +17,10 @@ import torch
 from tests.harness.numeric_log import pytest_addoption, pytest_configure
 
 __all__ = ["pytest_addoption", "pytest_configure"]
+
+TESTS = Path(__file__).parent
+# What a call means, where tests/kernels has how it is computed: harness/optimised_less.py.
+ABOUT_MEANING = {"api", "cases", "fuzz", "integrations", "masks", "mods", "paged", "tools"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +35,15 @@ def _no_masks_of_other_tests() -> None:
     from attnloom.masking import reuse
 
     reuse.forget()
+
+
+@pytest.fixture(autouse=True)
+def _optimised_less(request: pytest.FixtureRequest) -> Iterator[None]:
+    asked = request.node.get_closest_marker("optimised_less") is not None
+    if not asked and request.path.relative_to(TESTS).parts[0] not in ABOUT_MEANING:
+        yield
+        return
+    from tests.harness.optimised_less import optimised_less
+
+    with optimised_less():
+        yield

@@ -55,20 +55,19 @@ def group(store: Path, rank: int = 0, size: int = 1) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def _process(rank: int, size: int, store: Path, scenario: Callable[[], None]) -> None:
+Scenarios = tuple[Callable[[], None], ...]
+
+
+def _process(rank: int, size: int, folder: Path, scenarios: Scenarios) -> None:
     torch.set_num_threads(1)
-    with group(store, rank, size):
-        scenario()
-
-
-def in_processes(size: int, tmp_path: Path, scenario: Callable[[], None]) -> None:
-    """Run the scenario in so many processes; an exception in one fails the test."""
-    if size == 1:
-        with group(tmp_path / "store"):
+    for number, scenario in enumerate(scenarios):
+        with group(folder / f"store{number}", rank, size):
             scenario()
-    else:
-        arguments = (size, tmp_path / "store", scenario)
-        torch.multiprocessing.spawn(_process, arguments, nprocs=size)
+
+
+def in_two_processes(folder: Path, *scenarios: Callable[[], None]) -> None:
+    """Run the scenarios in turn; an exception in one process fails the test."""
+    torch.multiprocessing.spawn(_process, (2, folder, scenarios), nprocs=2)
 
 
 def fsdp_gradients_are_those_of_one_process() -> None:
@@ -94,10 +93,10 @@ def fsdp_gradients_are_those_of_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_case_122_fully_sharded_data_parallel(size: int, tmp_path: Path) -> None:
+def test_case_122_fully_sharded_data_parallel(tmp_path: Path) -> None:
     """FSDP with torch.compile failed on any model with a global mask."""
-    in_processes(size, tmp_path, fsdp_gradients_are_those_of_one_process)
+    with group(tmp_path / "store"):
+        fsdp_gradients_are_those_of_one_process()
 
 
 def mask_of(name: str) -> attnloom.BlockMask | None:
@@ -251,11 +250,17 @@ def tensor_parallel() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_case_125_heads_and_batch_are_sharded(size: int, tmp_path: Path) -> None:
+def test_case_125_heads_and_batch_are_sharded(tmp_path: Path) -> None:
     """Tensor parallelism failed, as the mask is no DTensor; and mods that look up their head need
     its number in the whole."""
-    in_processes(size, tmp_path, tensor_parallel)
+    with group(tmp_path / "store"):
+        tensor_parallel()
+
+
+@pytest.mark.slow
+def test_cases_122_and_125_in_two_processes(tmp_path: Path) -> None:
+    """In the same two: they take longer to start than the cases to run."""
+    in_two_processes(tmp_path, fsdp_gradients_are_those_of_one_process, tensor_parallel)
 
 
 def test_case_125_a_mask_is_cut_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ DECODED = (
 
 
 @pytest.mark.slow
+@pytest.mark.optimised_less
 @pytest.mark.parametrize(
     ("mod", "dtype"),
     [(mod, dtype) for i, mod in enumerate(DECODED) for dtype in (FP32, (BF16, FP16)[i % 2])],
