@@ -1,0 +1,105 @@
+"""What turns.py makes of the ways in which a subject can end, and its small kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.kernels import turns
+
+_SAID = 'turns: {"subject": "x", "verdict": "wrong", "runs": 3, "wrong": 1, "left": 9}'
+_ENDS = {
+    "wrong": f"print('noise'); print('''{_SAID}''')",
+    "failed": "raise RuntimeError('an illegal address')",
+    "hung": "import time; time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("verdict", _ENDS)
+def test_every_end_has_its_verdict(verdict: str) -> None:
+    found = turns.judge("x", [sys.executable, "-c", _ENDS[verdict]], 1.0)
+    assert found.verdict == verdict
+    assert verdict != "failed" or found.detail == "RuntimeError: an illegal address"
+    assert (found.runs, found.left) == ((3, 9) if verdict == "wrong" else (0, 0))
+
+
+def launches(results: list[torch.Tensor]) -> turns.Run:
+    """One of the results a launch, the last one ever after."""
+
+    def of() -> Iterator[torch.Tensor]:
+        yield from results
+        while True:
+            yield results[-1]
+
+    source = of()
+    return lambda: (next(source),)
+
+
+RIGHT = torch.arange(6.0).view(2, 3)
+LOST = torch.tensor([[0.0, 1.0, 2.0], [turns.LEFT] * 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_lost_tile_is_counted_and_placed(dtype: torch.dtype) -> None:
+    results = [x.to(dtype) for x in (RIGHT, RIGHT, LOST, RIGHT)]
+    found = turns.watched("x", launches(results), 0.05)
+    assert (found.verdict, found.wrong, found.left) == ("wrong", 1, 3)
+    assert found.runs > 3
+    assert found.detail == "launch 2: 3 elements, result 0 from [1, 0] to [1, 2]"
+
+
+def test_launches_alike_are_right() -> None:
+    assert turns.watched("x", launches([RIGHT]), 0.02).verdict == "right"
+    noisy = [RIGHT, RIGHT + 1e-3 * torch.ones(2, 3)]
+    assert turns.watched("x", launches(noisy), 0.02).verdict == "right"
+    exact = [x.bfloat16() for x in (RIGHT, RIGHT + 0.125)]
+    assert turns.watched("x", launches(exact), 0.02).verdict == "wrong"
+    assert turns.watched("x", launches([RIGHT, RIGHT / 0]), 0.02).verdict == "wrong"
+
+
+def test_a_first_launch_that_leaves_memory_is_no_reference() -> None:
+    found = turns.watched("x", launches([LOST]), 0.02)
+    assert (found.verdict, found.detail) == ("wrong", "the first launch left memory unwritten")
+
+
+def test_the_table_names_every_subject() -> None:
+    told = turns.table([turns.Finding("x", "right", 5), turns.Finding("y", "hung", detail="z")])
+    assert "| x" in told and "| hung" in told
+
+
+@pytest.mark.parametrize("name", turns.PARTS)
+def test_small_kernels_compile_for_sm_90(name: str) -> None:
+    triton = pytest.importorskip("triton")
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
+        pytest.skip("the Gluon kernels are for Triton 3.6")
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from tests.kernels.cross_compile_gluon import compile_gluon
+    from tests.kernels.turns_kernels import Parts, turns_kernel
+
+    rows = torch.zeros(1024, 64, dtype=torch.bfloat16)
+    counter = torch.zeros(1, dtype=torch.int32)
+    described = TensorDescriptor(rows, [1024, 64], [64, 1], [64, 64], NVMMASharedLayout(128, 16, 2))
+    parts = turns.PARTS[name]
+    arguments = (described, rows, described, rows, counter, 5, 7, Parts(**parts))
+    made = compile_gluon(turns_kernel, arguments, {"num_warps": 4})
+    assert made.spills == 0
+    assert not made.serialised
+    assert ("cp.async.bulk.tensor.2d.shared" in made.text) == parts.get("LOADS", False)
+    assert ("cp.async.bulk.tensor.2d.global" in made.text) == parts.get("STORES", False)
+    assert ("wgmma.mma_async" in made.text) == parts.get("PRODUCTS", False)
+    assert ("atom." in made.text) == parts.get("DRAWS", False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", turns.PARTS)
+def test_small_kernels_alone(name: str) -> None:
+    """Against torch, with more tiles than programs and steps than places in the ring."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    found = turns.watched(name, turns.small(turns.PARTS[name], 300, 11, 3), 1.0)
+    assert found.verdict == "right", found
