@@ -21,6 +21,7 @@ import attnloom
 from attnloom import PageTable
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
+from attnloom.backends.triton.configs import Tile
 from attnloom.backends.triton.launch import TritonBackend
 from attnloom.ir.node import DType
 from attnloom.plan.problem import KernelOptions
@@ -147,14 +148,14 @@ def test_a_merging_kernel_started_early_waits_before_it_reads(target):
         assert made["combine_kernel"].spills == 0
 
 
-def paged_call(head_dim: int, page_size: int) -> AttentionCall:
-    """One query over 4,096 keys in pages."""
+def paged_call(head_dim: int, page_size: int, q_len: int = 1, dtype=BF16) -> AttentionCall:
+    """Queries over 4,096 keys in pages."""
     call = make_call(head_dim, mask_mod=causal, q_len=4096, kv_len=4096)
     lengths = torch.full((1,), 4096, dtype=torch.int32)
     pages = torch.zeros(1, 4096 // page_size, dtype=torch.int32)
-    stored = torch.empty(4096 // page_size, 8, page_size, head_dim, dtype=BF16)
+    stored = torch.empty(4096 // page_size, 8, page_size, head_dim, dtype=dtype)
     table = PageTable(lengths, None, pages, page_size, 4096)
-    query = torch.empty(1, 32, 1, head_dim, dtype=BF16)
+    query = torch.empty(1, 32, q_len, head_dim, dtype=dtype)
     return replace(call, query=query, key=stored, value=stored, table=table)
 
 
@@ -167,6 +168,42 @@ def test_pages_smaller_than_a_tile_are_looked_up_a_step_ahead(page_size):
     assert made.shared >= 2 * 4 * 64 * 64  # two stages of keys and values
     assert made.spills == 0
     assert re.search(r"cp\.async\.wait_group\s+3;", made.text)
+
+
+def takes_a_page_a_tile(target: str, call: AttentionCall) -> bool:
+    with device_is(target):
+        return launch_paged._tiles(call)[0] == Tile(16, 32, 2, 5)
+
+
+def test_which_calls_take_a_page_a_tile():
+    """Where tiles of one small page were not faster, or not seen, they are not taken."""
+    call = paged_call(128, 32)
+    blocks = attnloom.create_block_mask(causal, None, None, 4096, 4096, "cpu", BLOCK_SIZE=16)
+    taken = (call, paged_call(96, 32), paged_call(128, 32, 4), replace(call, blocks=None))
+    others = (
+        *(paged_call(128, 16), paged_call(128, 64), paged_call(64, 32), paged_call(192, 32)),
+        *(paged_call(128, 32, 5), paged_call(128, 32, dtype=FP32)),
+        replace(call, blocks=blocks.lists()),
+    )
+    assert [takes_a_page_a_tile("sm_90", one) for one in taken] == [True] * len(taken)
+    assert [takes_a_page_a_tile("sm_90", one) for one in others] == [False] * len(others)
+    assert not takes_a_page_a_tile("sm_80", call)  # without TMA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score_mod", [None, softcap], ids=["plain", "softcap"])
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_pages_of_32_tokens_are_tiles_read_by_tma(head_dim, q_len, score_mod):
+    """Four pages of keys and of values are on their way, in each of three programs a processor."""
+    call = paged_call(head_dim, 32, q_len)
+    score = None if score_mod is None else trace_score(score_mod, DType.F32, CPU)
+    made = compiled("sm_90", replace(call, score=score))["paged_kernel"]
+    assert made.spills == 0
+    assert "cp.async.cg" not in made.text
+    assert made.text.count("cp.async.bulk.tensor") >= 2 * 4
+    assert 2 * 2 * 4 * 32 * 128 <= made.shared <= TARGETS["sm_90"][1].shared_bytes // 3
+    assert made.registers <= 65536 // (3 * 2 * 32)
 
 
 def test_exact_math_calls_the_device_library():

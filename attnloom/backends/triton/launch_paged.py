@@ -273,7 +273,8 @@ def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
         # small programs, many to a processor: H200, 4,096 keys, 129 us against 150 with 128 keys
         # and 4 warps, and 134 against 169 in pages of 16
         return configs.Tile(16, min(64, limit_n), 2, 3), *tiles
-    if shape.width <= 128 and table.page_size == 32 <= limit_n:
-        # a tile of one page comes by TMA: 126.8 us, 129.1 gathered, 126.8 over one tensor
+    if device.has_tma and shape.width <= 128 and table.page_size == 32 <= limit_n:
+        # a tile of one page comes by TMA: H200, 126.8 us against 129.1 gathered, and 126.8 over one
+        # tensor
         return configs.Tile(16, 32, 2, 5), *tiles
     return tiles
