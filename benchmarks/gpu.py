@@ -7,6 +7,7 @@ is not in them; it is measured apart (gpu_host.py).
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -179,10 +180,13 @@ def _share_of_peak(case: GpuCase) -> Row:
     return Row("gpu", case.name, "peak", "pct", 100 * share, dtype="bf16", shape=case.shape)
 
 
-def alternate(runs: dict[str, Callable[[], Any]]) -> dict[str, Sample]:
-    """Device milliseconds of each run, taken in turn."""
+def alternate(runs: dict[str, Callable[[], Any]], most: int = ROUNDS) -> dict[str, Sample]:
+    """Device milliseconds of each run, taken in turn, `most` times where that is soon done.
+
+    Each round has another order: after some runs the next is slower than after others.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    rounds = dict.fromkeys(runs, ROUNDS)
+    rounds = dict.fromkeys(runs, most)
     for name, run in runs.items():
         first = _timed(run)
         if first > _WARMUP_MS:
@@ -190,11 +194,11 @@ def alternate(runs: dict[str, Callable[[], Any]]) -> dict[str, Sample]:
             rounds[name] = 0
         else:
             run()
-            rounds[name] = min(ROUNDS, max(_FEWEST, round(_ENOUGH_MS / first)))
-    for turn in range(ROUNDS):
-        for name, run in runs.items():
+            rounds[name] = min(most, max(_FEWEST, round(_ENOUGH_MS / first)))
+    for turn in range(most):
+        for name in random.Random(turn).sample(list(runs), len(runs)):
             if turn < rounds[name]:
-                times[name].append(_timed(run))
+                times[name].append(_timed(runs[name]))
     return {name: summarise(values) for name, values in times.items()}
 
 

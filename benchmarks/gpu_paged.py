@@ -21,6 +21,7 @@ SHAPES = (GpuCase("full", 32, 16, 16, 1, 4096, 64), GpuCase("full", 32, 32, 8, 1
 PEERS = ("contiguous", "sdpa-flash")
 _OPTIONS: Any = {"backend": "triton"}
 _AGREEMENT = 2e-2
+_ROUNDS = 31  # contenders differ by 3% at most, of which a row may lose 2%
 
 
 def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -40,7 +41,7 @@ def paged_suite(keeps: Callable[[str], bool]) -> Iterator[Row]:
             error = float((out - outputs["contiguous"]).abs().max())
             if not error <= _AGREEMENT:
                 raise RuntimeError(f"{name}: {label} differs from contiguous by {error:.3g}")
-        samples = alternate(runs)
+        samples = alternate(runs, _ROUNDS)
         theirs = {peer: samples.pop(peer) for peer in PEERS}
         for label, ours in samples.items():
             for peer, sample in theirs.items():
