@@ -96,6 +96,7 @@ def test_small_kernels_compile_for_sm_90(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("name", turns.PARTS)
 def test_small_kernels_alone(name: str) -> None:
     """Against torch, with more tiles than programs and steps than places in the ring."""
