@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import signal
 import socket
 import sys
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drain-seconds",
-        type=int,
+        type=_waiting,
         default=30,
         help="how long answers that were begun may go on after SIGTERM or Ctrl-C (default: 30)",
     )
@@ -57,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--page-size", type=int, default=64, help="tokens a page (default: 64)")
     parser.add_argument(
-        "--cache-gib", type=float, default=1.0, help="memory for keys and values (default: 1)"
+        "--cache-gib", type=_memory, default=1.0, help="memory for keys and values (default: 1)"
     )
     parser.add_argument(
         "--cuda-graphs",
@@ -70,6 +71,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="draft what followed the last tokens before, and verify it",
     )
+
+
+def _memory(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no amount of memory; it must be above 0")
+    return value
+
+
+def _waiting(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait; it must be 0 or more")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,10 +119,10 @@ def _bind(host: str, port: int) -> socket.socket | None:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
+        said = getattr(error, "strerror", None) or str(error).rstrip(".")
         print(
-            f"attnloom serve: cannot listen on {host}, port {port}: "
-            f"{getattr(error, 'strerror', None) or error}. Choose another --port (0: a free one) "
-            "or --host.",
+            f"attnloom serve: cannot listen on {host}, port {port}: {said}. Choose another --port "
+            "(0: a free one) or --host.",
             file=sys.stderr,
         )
         return None
@@ -137,7 +152,7 @@ def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     name = args.name or ("tiny" if args.folder is None else args.folder.resolve().name)
     print(
         f"serving {name} on {engine.cache.device}: "
-        f"{counted(engine.cache.book.allocator.num_pages, 'page')} of "
+        f"{counted(engine.cache.num_pages, 'page')} of "
         f"{counted(engine.cache.page_size, 'token')}, texts to "
         f"{counted(engine.limits.max_length, 'token')}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +50,11 @@ def build_engine(config: ServeConfig) -> Engine:
 
     Raises:
         ModelError: the folder holds no model that can be served.
-        OptionError: the cache would not hold one sequence.
+        OptionError: the cache would not hold one sequence, or the device not the cache; there is
+            no such device.
     """
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
     dtype = DTYPES[config.dtype] if config.dtype else None
     tokenizer: Tokenizer
     if config.folder is None:
@@ -77,6 +80,7 @@ def build_engine(config: ServeConfig) -> Engine:
             f"{counted(limits.max_length, 'token')} takes {longest}. Give it {needed:.3g} GiB or "
             "more, or lower max_length."
         )
+    _check_room(config.cache_bytes, model.device)
     return Engine(
         model,
         tokenizer,
@@ -86,6 +90,32 @@ def build_engine(config: ServeConfig) -> Engine:
         drafter=NgramDrafter() if config.speculate else None,
         cuda_graphs=config.cuda_graphs,
     )
+
+
+def _check_device(device: str) -> None:
+    """Raise OptionError where torch has no such device, before anything is read for it."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # of a torch without CUDA
+        said = str(error).splitlines()[0].split(". ")[0].rstrip(".")  # torch may go on for long
+        raise OptionError(f"device is {device!r}, which torch cannot use: {said}.") from None
+
+
+def _check_room(cache_bytes: int, device: torch.device) -> None:
+    """Raise OptionError where a cache is larger than the device's memory."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        room, what = torch.cuda.mem_get_info(device)[0] + unused, f"that are free on {device}"
+    elif device.type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        what = "of memory that this machine has"
+    else:
+        return
+    if cache_bytes > room:
+        raise OptionError(
+            f"a cache of {cache_bytes / (1 << 30):.3g} GiB is larger than the "
+            f"{room / (1 << 30):.3g} GiB {what}. Give it less."
+        )
 
 
 def page_bytes(model: Decoder, page_size: int) -> int:

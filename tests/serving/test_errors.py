@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -94,7 +95,22 @@ def failing_step(message: str) -> None:
         service.close()
 
 
+def with_little_memory() -> None:
+    with mock.patch("os.sysconf", return_value=1 << 16):  # bytes of a page, and pages
+        build_engine(ServeConfig(device="cpu", cache_bytes=8 << 30))
+
+
 ERRORS: dict[str, Pinned] = {
+    "device": (
+        lambda: build_engine(ServeConfig(device="cuda:x")),
+        OptionError,
+        "device is 'cuda:x', which torch cannot use: Invalid device string: 'cuda:x'.",
+    ),
+    "more than the memory": (
+        with_little_memory,
+        OptionError,
+        "a cache of 8 GiB is larger than the 4 GiB of memory that this machine has. Give it less.",
+    ),
     "model type": (
         lambda: config(model_type="mamba"),
         ModelError,

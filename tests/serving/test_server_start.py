@@ -43,6 +43,42 @@ def test_a_port_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert "port 65536: bind(): port must be 0-65535" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--cache-gib", "nan", "nan is no amount of memory; it must be above 0"),
+        ("--cache-gib", "-1", "-1 is no amount of memory; it must be above 0"),
+        ("--cache-gib", "inf", "inf is no amount of memory; it must be above 0"),
+        ("--drain-seconds", "-1", "-1 is no time to wait; it must be 0 or more"),
+    ],
+)
+def test_amounts_that_are_none_ended_in_a_traceback(
+    option: str, value: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--tiny", "--port", "0", option, value])
+    assert text in capsys.readouterr().err
+
+
+def test_a_cache_larger_than_the_memory_ended_in_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--tiny", "--port", "0", "--device", "cpu", "--cache-gib", "1e9"]) == 2
+    said = capsys.readouterr().err
+    assert "a cache of 1e+09 GiB is larger than the" in said and "Give it less." in said
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_ended_in_a_traceback(
+    device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Told before a model is looked for."""
+    assert main(["serve", str(tmp_path / "none"), "--port", "0", "--device", device]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"attnloom serve: device is '{device}', which torch cannot use: ")
+    assert said.count("\n") == 1
+
+
 def test_a_length_beyond_the_models_positions_is_not_lowered_in_silence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
