@@ -12,14 +12,27 @@ from typing import Any
 
 import torch
 
+from attnloom import errors
 from attnloom.block_mask import BlockMask
-from attnloom.errors import DeviceError, OptionError, OutOfPagesError, ShapeError
+from attnloom.errors import DeviceError
 from attnloom.masking.lists import TileGrid, lists_from_keys
 from attnloom.masking.views import noop_mask
 from attnloom.paged import PageAllocator, PagedKV, PageTable
 from attnloom.paged.table import check_page_size
 
 Mod = Callable[..., torch.Tensor]
+
+
+class OutOfPagesError(errors.OutOfPagesError, AssertionError):
+    """As torch's class asserts that there are enough, and programs catch that."""
+
+
+class ShapeError(errors.ShapeError, RuntimeError):
+    """As torch's class refuses sizes."""
+
+
+class OptionError(errors.OptionError, RuntimeError):
+    """As torch's class refuses values with a gradient."""
 
 
 class PagedAttention:
@@ -73,7 +86,11 @@ class PagedAttention:
         more = -(-wanted // self.page_size) - held
         if more <= 0:
             return
-        pages = torch.tensor(self._allocator.allocate(more), device=self.page_table.device)
+        try:
+            found = self._allocator.allocate(more)
+        except errors.OutOfPagesError as error:
+            raise OutOfPagesError(*error.args) from None
+        pages = torch.tensor(found, device=self.page_table.device)
         places = torch.arange(held, held + more, device=pages.device)
         self.page_table[row, places] = pages
         self.physical_to_logical[row, pages] = places
@@ -182,6 +199,9 @@ class PagedAttention:
         Returns:
             BlockMask [B, H, Q_LEN, n_pages * page_size]. The table may change later only if the
             mask is converted again.
+        Raises:
+            ShapeError: key blocks are no pages, or batch_idx and kv_len are not of the mask's batch
+                or of rows that exist.
         """
         lists, page_size = block_mask.lists(), self.page_size
         if lists.kv_block != page_size:
@@ -190,8 +210,8 @@ class PagedAttention:
                 f"they must be equal. Build it with BLOCK_SIZE=({lists.q_block}, {page_size})."
             )
         rows = self._rows(batch_idx, block_mask.shape[0] if len(block_mask.shape) == 4 else 1)
-        kv_len = self.lengths[rows] if kv_len is None else kv_len
         B, grid = rows.numel(), lists.grid
+        kv_len = self.lengths[rows] if kv_len is None else self._listed("kv_len", kv_len, B)
         grid = TileGrid(
             B, grid.num_heads, grid.q_len, self.n_pages * page_size, grid.q_block, page_size
         )
@@ -265,7 +285,7 @@ class PagedAttention:
         Args:
             k_cache, v_cache: as for `assign`. batch_idx: [B] rows of the table; default: all.
         """
-        rows = self._rows(batch_idx, self.page_table.size(0))
+        rows = self._rows(batch_idx)
         lengths = self.lengths[rows]
         longest = int(lengths.max()) if rows.numel() else 0
         width = max(1, -(-longest // self.page_size))
@@ -284,13 +304,35 @@ class PagedAttention:
         a mod sees what is reserved and assigned later."""
         table, ends = self.physical_to_logical, self.lengths
         if batch_idx is not None:
+            batch_idx = self._listed("batch_idx", batch_idx)
             table, ends = table[batch_idx], ends[batch_idx]
         return table, ends if kv_len is None else kv_len
 
-    def _rows(self, batch_idx: torch.Tensor | None, count: int) -> torch.Tensor:
+    def _rows(self, batch_idx: torch.Tensor | None, count: int | None = None) -> torch.Tensor:
+        """Rows of the table that batch entries are; count: those of a mask, 1 that all share."""
         if batch_idx is None:
-            return torch.arange(count, device=self.page_table.device)
-        return batch_idx.long()
+            count = self.page_table.size(0) if count is None else count
+            batch_idx = torch.arange(count, device=self.page_table.device)
+        rows = self._listed("batch_idx", batch_idx)
+        if count not in (None, 1, rows.numel()):
+            raise ShapeError(
+                f"batch_idx names {errors.counted(rows.numel(), 'row')}, but block_mask has "
+                f"{count} batch entries; one row each. Build the mask with B={rows.numel()}."
+            )
+        return rows.long()
+
+    def _listed(self, name: str, given: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        """The same, found to be [B]; rows of the table, where no count of lengths is given. Those
+        on a device are not read."""
+        if not isinstance(given, torch.Tensor):
+            raise OptionError(f"{name} is {given!r}; it must be a tensor [B] of integers.")
+        if given.dim() != 1 or count not in (None, given.numel()):
+            wanted = "[B]" if count is None else f"[{count}], a length each"
+            raise ShapeError(f"{name} is {list(given.shape)}; it must be {wanted}.")
+        if count is None and given.device.type == "cpu" and given.numel():
+            self._row(given.min())
+            self._row(given.max())
+        return given
 
     def _row(self, batch_idx: torch.Tensor) -> int:
         row = int(batch_idx)

@@ -147,3 +147,53 @@ def test_assign_writes_keys_and_values_or_neither() -> None:
     with pytest.raises(DeviceError, match="v_val is on meta, the page table on cpu; all must be"):
         paged.assign(*at, new, new.to("meta"), k_cache, v_cache)
     assert torch.equal(k_cache, before)
+
+
+ROWS = {
+    "more rows than entries": ([0, 1, 2], None, "batch_idx names 3 rows, but block_mask has 2"),
+    "fewer rows than entries": ([0], None, "batch_idx names 1 row, but block_mask has 2"),
+    "the row before the first": ([0, -1], None, "batch_idx is -1; the table has rows 0 to 2."),
+    "the row after the last": ([0, 3], None, "batch_idx is 3; the table has rows 0 to 2."),
+    "a length for all": ([0, 1], [40], "kv_len is [1]; it must be [2], a length each."),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_another_batch_gave_zeros_or_the_last_row(name: str) -> None:
+    """Entries that the mask does not have saw nothing, and row -1 was the last one."""
+    rows, lengths, text = ROWS[name]
+    paged, _, _ = filled([40, 20, 30])
+    logical = create_block_mask(lambda b, h, q, k: k <= q + b, 2, None, 1, 48, BLOCK_SIZE=PAGE)
+    kv_len = None if lengths is None else torch.tensor(lengths)
+    with pytest.raises(ShapeError) as caught:
+        paged.convert_logical_block_mask(logical, torch.tensor(rows), kv_len)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_mask_for_all_serves_any_rows() -> None:
+    paged, caches, rows = filled([40, 20, 30])
+    logical = create_block_mask(lambda b, h, q, k: k >= 0, None, None, 1, 48, BLOCK_SIZE=PAGE)
+    some = torch.tensor([2, 0])
+    query = torch.randn(2, H, 1, D)
+    out = flex_attention(query, *caches, None, paged.convert_logical_block_mask(logical, some))
+    for i, row in enumerate(some.tolist()):
+        want = flex_attention(query[i : i + 1], *rows[row])
+        torch.testing.assert_close(out[i : i + 1], want, atol=1e-5, rtol=1e-5)
+    direct = flex_attention(query, paged.kv(*caches, some))
+    torch.testing.assert_close(direct, out, atol=1e-5, rtol=1e-5)
+
+
+def test_programs_that_catch_what_torch_raises() -> None:
+    paged, caches, _ = filled([40])
+    new = torch.zeros(1, H, 1, D)
+    with pytest.raises(AssertionError):
+        paged.reserve(torch.tensor([0]), torch.tensor([PAGES * PAGE + 1]))
+    with pytest.raises(RuntimeError):
+        paged.assign(torch.tensor([0]), torch.tensor([[0, 1]]), new, new, *caches)
+    with pytest.raises(RuntimeError):
+        asked = new.clone().requires_grad_()
+        paged.assign(torch.tensor([0]), torch.tensor([[0]]), asked, new, *caches)
+    with pytest.raises(RuntimeError):
+        paged.convert_logical_block_mask(create_block_mask(causal, 1, None, 40, 48))
+    with pytest.raises(ValueError, match="it must be a tensor"):
+        paged.get_score_mod(None, batch_idx=[0])  # type: ignore[arg-type]
