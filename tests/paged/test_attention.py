@@ -23,6 +23,27 @@ def test_page_sizes_and_ragged_queries(page_size: int, counts: tuple, backend: s
     check(Problem(page_size=page_size, counts=counts, mask="causal", score="alibi"), backend)
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
+@pytest.mark.parametrize("q_len", [60, 70])
+def test_values_read_where_they_lie_and_copied(
+    q_len: int, dtype: torch.dtype, page_size: int
+) -> None:
+    """Few rows read pages shorter than a tile in place; more of them have them copied."""
+    problem = Problem(
+        Hq=8,
+        Hkv=2,
+        Dv=32,
+        lengths=(400, 131, 73),
+        counts=(q_len, 33, 1),
+        page_size=page_size,
+        dtype=dtype,
+        mask="window",
+        score="alibi",
+    )
+    check(problem, "cpu")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("counts", [(1, 1, 1), (3, 20, 1)], ids=str)

@@ -20,11 +20,15 @@
 #define WAVE_BYTES (MATRIX_TILES ? 1 << 20 : 32 << 20)
 #endif
 
-// Values that already have the form GEMM reads are used where they are.
+// Values that already have the form GEMM reads are used where they are; pages shorter than a tile
+// one by one, where so few rows read them that a copy would not pay (128 rows: 1.5x).
+#define FEW_READERS 256
+
 INLINE bool value_in_place(const AttentionArgs& args) {
     i64 own = REAL_IS_DOUBLE ? DTYPE_F64 : DTYPE_F32;
     bool whole = !args.pages || args.page_size >= TILE_N;  // a tile is one piece of memory
-    return !BF16_PAIRS && args.value.dtype == own && args.value_dim % W == 0 && whole;
+    bool pays = whole || query_heads_per_kv(args) * args.q_len <= FEW_READERS;
+    return !BF16_PAIRS && args.value.dtype == own && args.value_dim % W == 0 && pays;
 }
 
 struct ForwardLayout {
@@ -195,13 +199,31 @@ static void accumulate_tile(const RowTile& rows, const KeyTile& tile, const Rang
     i64 k0 = tile.index * TILE_N;
     i64 packed = rows.head * layout.sizes.num_key_tiles + tile.index;
     const real* values = layout.values + packed * layout.value_tile;
-    i64 value_row = layout.sizes.value_lanes;
-    if (layout.value_tile == 0) {
-        values = (const real*)key_row(args, args.value, rows.kv_b, rows.kv_h, k0);
-        value_row = args.value.stride_row;
+    i64 value_row = layout.sizes.value_lanes, num_panels = ceil_div(rows.group.num_rows, MR);
+    i64 num_keys = min_i64(TILE_N, args.kv_len - k0);
+    if (layout.value_tile) {
+        accumulate_values(num_panels, columns, num_keys,
+                          {values, TILE_N / UNIT_ELEMENTS, value_row}, rows.state);
+        return;
     }
-    accumulate_values(ceil_div(rows.group.num_rows, MR), columns, args.kv_len - k0,
-                      {values, TILE_N / UNIT_ELEMENTS, value_row}, rows.state);
+    value_row = args.value.stride_row;
+    i64 step = args.pages ? min_i64(args.page_size, TILE_N) : TILE_N;
+    for (i64 first = 0; first < num_keys; first += step) {
+        Range piece[MAX_PANELS];
+        bool is_live = false;
+        for (i64 p = 0; p < num_panels; p++) {
+            i64 begin = max_i64(columns[p].begin, first);
+            i64 end = max_i64(begin, min_i64(columns[p].end, first + step));
+            piece[p] = {(i32)begin, (i32)end};
+            is_live |= begin < end;
+        }
+        if (!is_live) continue;
+        // as if all of the tile lay around the page
+        values = (const real*)key_row(args, args.value, rows.kv_b, rows.kv_h, k0 + first);
+        accumulate_values(num_panels, piece, num_keys,
+                          {values - first * value_row, TILE_N / UNIT_ELEMENTS, value_row},
+                          rows.state);
+    }
 }
 
 // A row tile against all its live key tiles; returns whether they hide keys.
