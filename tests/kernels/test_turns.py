@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.kernels import turns
+from tests.kernels import turns, turns_ways
 
 _SAID = 'turns: {"subject": "x", "verdict": "wrong", "runs": 3, "wrong": 1, "left": 9}'
 _ENDS = {
@@ -68,6 +68,38 @@ def test_a_first_launch_that_leaves_memory_is_no_reference() -> None:
 def test_the_table_names_every_subject() -> None:
     told = turns.table([turns.Finding("x", "right", 5), turns.Finding("y", "hung", detail="z")])
     assert "| x" in told and "| hung" in told
+
+
+_PTX = """.reqntid 384
+\tsetmaxnreg.inc.sync.aligned.u32 \t240;
+\tbarrier.sync \t1;
+\tbar.sync \t0, 128;
+\tbar.sync \t2, 128;
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "lines"),
+    [
+        ("registers alike", ["barrier.sync 1;", "bar.sync 0, 128;", "bar.sync 2, 128;"]),
+        (
+            "another barrier",
+            ["setmaxnreg.inc.sync.aligned.u32 240;", "barrier.sync 1;", "bar.sync 9, 128;",
+             "bar.sync 2, 128;"],
+        ),
+        (
+            "counted barrier",
+            ["setmaxnreg.inc.sync.aligned.u32 240;", "barrier.sync 1, 384;", "bar.sync 0, 128;",
+             "bar.sync 2, 128;"],
+        ),
+    ],
+)  # fmt: skip
+def test_ways_change_divided_kernels_alone(way: str, lines: list[str]) -> None:
+    found = turns_ways.changed(way, _PTX).splitlines()
+    assert [" ".join(line.split()) for line in found[1:]] == lines
+    assert turns_ways.changed(way, "bar.sync 0, 128;") == "bar.sync 0, 128;"
+    with pytest.raises(AssertionError, match="changes nothing"):
+        turns_ways.changed(way, ".reqntid 384 // setmaxnreg")
 
 
 @pytest.mark.parametrize("name", turns.PARTS)

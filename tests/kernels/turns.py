@@ -1,6 +1,7 @@
 """Kernels while processes take turns on a GPU: which of them lose what they had begun?
 
-python -m tests.kernels.turns [--only NAME ...] [--processes 8] [--seconds 12] [--json FILE]
+python -m tests.kernels.turns [--only NAME ...] [--processes 8] [--seconds 12] [--way WAY]
+                              [--json FILE]
 
 Without MPS a GPU changes between processes every 2 ms or so, in the middle of a kernel. Every
 subject runs in a process of its own, as many at once as asked for (a subject several times if there
@@ -27,6 +28,7 @@ import torch
 from benchmarks.apart import run_apart
 from benchmarks.gpu_cases import GpuCase
 from benchmarks.tables import markdown
+from tests.kernels.turns_ways import WAYS, install
 
 LEFT = 777.0  # in memory that nobody wrote to
 START_S = 60.0  # for compiling and the first launch
@@ -54,26 +56,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--processes", type=int, default=8, help="at once")
     parser.add_argument("--seconds", type=float, default=12.0, help="of launches in each")
+    parser.add_argument("--way", choices=sorted(WAYS), help="to assemble kernels (turns_ways.py)")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--one", choices=sorted(SUBJECTS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
+        if args.way:
+            install(args.way)
         found = watched(args.one, SUBJECTS[args.one](), args.seconds)
         print(_FOUND + json.dumps(asdict(found)), flush=True)
         return 0
     named = list(itertools.islice(itertools.cycle(args.only), max(args.processes, len(args.only))))
     with ThreadPoolExecutor(args.processes) as pool:
-        findings = list(pool.map(lambda name: beside(name, args.seconds), named))
+        findings = list(pool.map(lambda name: beside(name, args.seconds, args.way), named))
     print(table(findings))
     if args.json:
         args.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
     return 0 if all(finding.verdict == "right" for finding in findings) else 1
 
 
-def beside(name: str, seconds: float) -> Finding:
+def beside(name: str, seconds: float, way: str | None = None) -> Finding:
     """A subject in a process of its own, which may fault or never end."""
     module = "tests.kernels.turns"
     command = [sys.executable, "-m", module, "--one", name, "--seconds", str(seconds)]
+    command += ["--way", way] if way else []
     return judge(name, command, START_S + 3 * seconds)
 
 
