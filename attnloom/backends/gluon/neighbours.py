@@ -23,8 +23,8 @@ def warn_of_neighbours(device: torch.device) -> None:
     count = num_processes(_uuid_of(device))
     if count is not None and count > 1:
         _log.warning(
-            "%d processes compute on %s. Where they take turns, Hopper kernels that are interrupted "
-            "were seen to lose tiles: leave the GPU to one process, or pass "
+            "%d processes compute on %s. Where they take turns, Hopper kernels that are "
+            "interrupted were seen to lose tiles: leave the GPU to one process, or pass "
             "kernel_options={'backend': 'triton'}.",
             count,
             device,
