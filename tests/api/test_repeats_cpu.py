@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from attnloom.api import repeats
 from attnloom.api.prepared import PreparedAttention
 from attnloom.backends.cpu.again import ForwardAgain
 from attnloom.backends.cpu.toolchain import available
+from tests.harness.threads import at_once
 
 pytestmark = pytest.mark.skipif(available() is None, reason="needs a C++ compiler")
 
@@ -94,11 +94,7 @@ def test_threads_that_share_a_call_do_not_share_its_arguments() -> None:
                 if not torch.equal(out, want[i]):
                     wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, range(4))
     assert not wrong
 
 

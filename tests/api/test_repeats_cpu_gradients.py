@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from attnloom.api import repeats
 from attnloom.backends.cpu import launch
 from attnloom.backends.cpu.again import BackwardAgain, ForwardAgain
 from attnloom.backends.cpu.toolchain import available
+from tests.harness.threads import at_once
 
 pytestmark = pytest.mark.skipif(available() is None, reason="needs a C++ compiler")
 
@@ -204,9 +204,5 @@ def test_threads_that_share_a_call_do_not_share_its_arguments() -> None:
                 if not torch.equal(got, expected):
                     wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, range(4))
     assert not wrong

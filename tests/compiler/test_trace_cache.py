@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import weakref
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from attnloom.ir.node import BoundProgram, DType
 from attnloom.trace import captures
 from attnloom.trace.tracer import trace_mask, trace_score
+from tests.harness.threads import at_once
 
 CPU = torch.device("cpu")
 
@@ -80,11 +80,7 @@ def test_threads_share_the_cache():
             if bound.numbers[1:3] != (cap, cap) or bound.tensors[0][0] != cap:
                 failures.append((cap, bound.numbers))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, range(4))
     assert not failures
 
 

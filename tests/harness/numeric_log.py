@@ -8,6 +8,7 @@ is cut short leaves the names of what failed.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed")
 WRONG = ("failed", "error")
 _SECONDS_BETWEEN = 5.0
+_MOST_LINES = 8
+_ROOT = Path(__file__).parents[2]  # paths are told from here
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,8 +93,11 @@ def _line(counts: Counter[str]) -> str:
 
 
 def _reason(report: Any) -> str:
-    """Why a test failed or was skipped, in a few lines."""
+    """Why a test failed or was skipped, in a few lines: of a long text the first and the end, where
+    a traceback has its error."""
     if isinstance(report.longrepr, tuple):  # of a skipped test: file, line, reason
         return str(report.longrepr[2])
     crash = getattr(report.longrepr, "reprcrash", None)
-    return "\n".join(str(crash.message if crash else report.longrepr).splitlines()[:8])
+    text = str(crash.message if crash else report.longrepr)
+    lines = text.replace(f"{_ROOT}{os.sep}", "").splitlines()
+    return "\n".join(lines if len(lines) <= _MOST_LINES else [lines[0], "...", *lines[-6:]])

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.harness import numeric_log
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -61,3 +64,14 @@ def test_a_run_that_is_cut_short_leaves_what_failed(tmp_path: Path) -> None:
     found = run(tmp_path, CUT_SHORT="1")
     assert "3 passed, 1 failed so far, after " in found
     assert "failed: test_given.py::test_numbers[3]\nAssertionError: not three" in found
+
+
+def test_the_end_of_a_long_reason_is_kept_and_no_path_of_a_machine() -> None:
+    # a device's log once said where an error came from, and not what it was
+    frames = [f'  File "{ROOT / "tests" / "a.py"}", line {n}, in work' for n in range(20)]
+    text = "\n".join(["Failed: it ended with 1", *frames, "OutOfResources: shared memory"])
+    report = SimpleNamespace(longrepr=text)
+    lines = numeric_log._reason(report).splitlines()
+    assert (lines[0], lines[-1]) == ("Failed: it ended with 1", "OutOfResources: shared memory")
+    assert lines[2] == '  File "tests/a.py", line 15, in work'
+    assert len(lines) == 8

@@ -3,8 +3,6 @@ that share a tile, lists that differ by head; and what calls leave behind."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
 from tests.harness.implementations import attnloom_with, fresh_memory_is_nan
+from tests.harness.threads import at_once
 
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=300, KV_LEN=700, D=16, Dv=24)
 BLOCK_SIZES = [(16, 16), (16, 256), (128, 16), (32, 64), (64, 32), (128, 128), (256, 512)]
@@ -155,11 +154,7 @@ def test_concurrent_calls_share_nothing() -> None:
             if not torch.equal(flex_attention(inputs[i], inputs[i], inputs[i]), expected[i]):
                 wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, range(4))
     assert not wrong
 
 

@@ -25,6 +25,7 @@ from attnloom.backends.triton import (
 from attnloom.backends.triton.configs import Tile
 from attnloom.errors import UnsupportedError
 from tests.harness.agree import agrees, close, normal, qkv
+from tests.harness.threads import at_once
 
 pytestmark = [
     pytest.mark.gpu,
@@ -194,11 +195,7 @@ def test_streams_and_threads() -> None:
                 found[S] = gradients(calls[S], inputs[S])
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(S,)) for S in inputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, list(inputs))
     for S, x in inputs.items():
         for mine, theirs in zip(found[S], gradients(calls[S], x), strict=True):
             assert torch.equal(mine, theirs), f"length {S}"

@@ -29,6 +29,7 @@ from attnloom.backends.cpu.launch_args import (
 from attnloom.backends.cpu.schedule import (
     DECODE_KEYS,
     DECODE_ROWS,
+    BackwardSchedule,
     Schedule,
     backward_schedule,
     decode_schedule,
@@ -127,12 +128,10 @@ class CpuBackend:
         taken = (*operands[:5], *rows)
         if any(a is not b for a, b in zip(given, taken, strict=True)):
             return None
-        real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
-        plan = backward_schedule(call, num_threads(call))
+        real, plan, captured = _planned(call)
         run = _narrow("backward", call, real)
         if run is None:
             return None
-        captured = CapturedGradients(call, plan, real)
         parts = _backward_parts(call, operands, rows, plan.schedule, captured.address)
         return BackwardAgain(Arguments(call, parts), run, operands[5:], captured)
 
@@ -145,9 +144,7 @@ class CpuBackend:
         dlse: torch.Tensor | None,
     ) -> Gradients:
         operands, rows = _backward_operands(call, out, lse, dout, dlse)
-        real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
-        plan = backward_schedule(call, num_threads(call))
-        captured = CapturedGradients(call, plan, real)
+        real, plan, captured = _planned(call)
         buffers = captured.buffers()
 
         def clear() -> None:
@@ -158,6 +155,13 @@ class CpuBackend:
         _launch("backward", call, real, parts, clear)
         dq, dk, dv = operands[5:]
         return Gradients(dq, dk, dv, captured.total(buffers))
+
+
+def _planned(call: AttentionCall) -> tuple[DType, BackwardSchedule, CapturedGradients]:
+    """The type that a backward computes in, how it is divided, and its captured gradients."""
+    real = compute_type(call.query.dtype, call.key.dtype, call.value.dtype)
+    plan = backward_schedule(call, num_threads(call))
+    return real, plan, CapturedGradients(call, plan, real)
 
 
 _Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

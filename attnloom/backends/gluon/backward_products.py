@@ -22,6 +22,16 @@ def _product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
+def _products(a, own, b, slot, PANELS: gl.constexpr, init, L: gl.constexpr, cfg: gl.constexpr):
+    """a . b^T over panels side by side, from those of `own` and `slot` on, started."""
+    i, j = own * PANELS, slot * PANELS
+    acc = _product(a.index(i), b.index(j), init, L, cfg)
+    for n in gl.static_range(1, PANELS):
+        acc = warpgroup_mma(a.index(i + n), b.index(j + n).permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
 def start_scores(mem, n, base, own, L: gl.constexpr, cfg: gl.constexpr):
     """k . q^T of a step, less lse if FOLD: PANELS products in flight. own: where the consumer's
     keys lie."""
@@ -29,12 +39,7 @@ def start_scores(mem, n, base, own, L: gl.constexpr, cfg: gl.constexpr):
     init = 0.0
     if cfg.FOLD:
         init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * (-1.0 / base)
-    k, q = own * cfg.PANELS, slot * cfg.PANELS
-    s = _product(mem.k.index(k), mem.q.index(q), init, L, cfg)
-    for i in gl.static_range(1, cfg.PANELS):
-        queries = mem.q.index(q + i).permute((1, 0))
-        s = warpgroup_mma(mem.k.index(k + i), queries, s, is_async=True)
-    return s
+    return _products(mem.k, own, mem.q, slot, cfg.PANELS, init, L, cfg)
 
 
 @gluon.jit
@@ -44,12 +49,7 @@ def start_dp(mem, n, own, L: gl.constexpr, cfg: gl.constexpr):
     init = 0.0
     if cfg.FOLD:
         init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
-    v, g = own * cfg.VALUE_PANELS, slot * cfg.VALUE_PANELS
-    dp = _product(mem.v.index(v), mem.dout.index(g), init, L, cfg)
-    for i in gl.static_range(1, cfg.VALUE_PANELS):
-        gradients = mem.dout.index(g + i).permute((1, 0))
-        dp = warpgroup_mma(mem.v.index(v + i), gradients, dp, is_async=True)
-    return dp
+    return _products(mem.v, own, mem.dout, slot, cfg.VALUE_PANELS, init, L, cfg)
 
 
 @gluon.jit
