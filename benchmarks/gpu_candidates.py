@@ -92,17 +92,24 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[{time.perf_counter() - start:4.0f} s] {line_of(found)}", flush=True)
         return found
 
+    def keep() -> None:  # what was found outlives a run that is cut short
+        if args.json:
+            write(args.json, trials)
+
+    trials: list[Trial] = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        trials = list(pool.map(checked, _chosen(args.only)))
+        for trial in pool.map(checked, _chosen(args.only)):
+            trials.append(trial)
+            keep()
     if args.jobs > 1:
         trials = [
             checked((t.candidate, t.case, t.phase)) if t.verdict == "wrong" else t for t in trials
         ]
+        keep()
     for place, trial in timed(trials, args.limit):
         trials[place] = trial
         print(f"[{time.perf_counter() - start:4.0f} s] {line_of(trial)}", flush=True)
-    if args.json:
-        write(args.json, trials)
+        keep()
     print("\n" + table_of(trials))
     return 0 if any(trial.verdict == "right" for trial in trials) else 1
 

@@ -1,7 +1,7 @@
 """Muon: the update of a matrix is its momentum with all singular values brought near 1.
 
-torch.optim.Muon multiplies in bfloat16 on every processor. Without instructions for it that is a
-hundred times slower than float32, and most of a training step here; this one asks first.
+torch.optim.Muon multiplies in bfloat16 on every processor. Without instructions for it that is some
+forty times slower than float32, and most of a training step here; this one asks first.
 
 Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon (the iteration and its coefficients);
 Liu et al. 2025, arXiv:2502.16982, sec. 2.2 (the size of an update).

@@ -190,6 +190,18 @@ def test_what_is_wrong_beside_others_is_checked_alone(monkeypatch: pytest.Monkey
     assert len(asked) == 2
 
 
+def test_a_run_that_is_cut_short_leaves_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    found = [Trial("x", "y", "forward", "right")]
+    monkeypatch.setattr(gpu_candidates, "run_child", lambda *_: found.pop())
+    monkeypatch.setattr(candidates, "CANDIDATES", TWO)
+    with pytest.raises(IndexError):
+        gpu_candidates.main(["--only", "a backward", "--json", str(tmp_path / "found.json")])
+    _, *entries = json.loads((tmp_path / "found.json").read_text())
+    assert [entry["candidate"] for entry in entries] == ["x"]
+
+
 def test_prewarm_covers_every_case_of_its_suites() -> None:
     assert {job.case for job in prewarm.jobs_of("gpu")} == set(gpu_cases.PREFILL)
     assert {job.how for job in prewarm.jobs_of("decode")} == {"auto", "triton"}
