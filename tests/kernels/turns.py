@@ -185,7 +185,19 @@ def _product() -> Run:
     return run
 
 
-def small(parts: dict[str, bool], tiles: int = 1056, steps: int = 32, repeats: int = 32) -> Run:
+def _rowwise() -> Run:
+    """CUTLASS's product of float8 matrices with a scale a row: TMA, partitions of warps, draws."""
+    a, b = (torch.randn(16384, 16384, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    rows = torch.ones(16384, 1, device="cuda")
+
+    def run() -> tuple[torch.Tensor, ...]:
+        _filled([torch.empty(16384, 16384, dtype=torch.bfloat16, device="cuda")])
+        return (torch._scaled_mm(a, b.t(), rows, rows.t(), out_dtype=torch.bfloat16),)
+
+    return run
+
+
+def small(parts: dict[str, bool], tiles: int = 8448, steps: int = 32, repeats: int = 32) -> Run:
     """A kernel of turns_kernels.py. Its results are compared with torch's here, once."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -223,6 +235,7 @@ def small(parts: dict[str, bool], tiles: int = 1056, steps: int = 32, repeats: i
 
 
 _LONG = GpuCase("causal", 2, 16, 16, 8192, 8192, 128)
+_FULL = GpuCase("full", 2, 16, 16, 8192, 8192, 128)
 _CAPPED = GpuCase("causal+softcap", 2, 16, 16, 8192, 8192, 128)
 _FORWARD = GpuCase("causal", 16, 16, 16, 8192, 8192, 128)
 PARTS: dict[str, dict[str, bool]] = {
@@ -242,14 +255,22 @@ PARTS: dict[str, dict[str, bool]] = {
         "APART": True, "SIGNALS": True, "LOADS": True, "STORES": True, "PRODUCTS": True,
         "DRAWS": True,
     },
+    "small, apart, drawn, unused barriers": {
+        "APART": True, "SIGNALS": True, "LOADS": True, "STORES": True, "PRODUCTS": True,
+        "DRAWS": True, "UNUSED": True,
+    },
 }  # fmt: skip
 SUBJECTS: dict[str, Callable[[], Run]] = {
     "forward": lambda: _attention("attnloom", _FORWARD, backward=False),
     "backward, drawn": lambda: _attention("attnloom", _CAPPED, backward=True, drawn=True),
     "backward, a tile a program": lambda: _attention("attnloom", _CAPPED, True, drawn=False),
+    "backward, no mask": lambda: _attention("attnloom", _FULL, backward=True),
+    "backward, D=64": lambda: _attention("attnloom", replace(_LONG, head_dim=64, batch=4), backward=True),
+    "backward, D=192": lambda: _attention("attnloom", replace(_LONG, head_dim=192), backward=True),
     "portable backward": lambda: _attention("triton", _LONG, backward=True),
     "cuDNN's backward": lambda: _attention("sdpa-cudnn", _LONG, backward=True),
     "product": _product,
+    "CUTLASS's product": _rowwise,
     **{name: lambda parts=parts: small(parts) for name, parts in PARTS.items()},
 }
 

@@ -12,6 +12,7 @@ stores it to its place. Parts that a configuration may lack:
     STORES    results leave by TMA; otherwise by stores
     DRAWS     one program a processor draws the numbers of tiles
     PRODUCTS  tiles are multiplied by a unit matrix on the tensor cores first
+    UNUSED    barriers that nobody waits for, whose memory the compiler gives to others
 """
 
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Parts(KernelConfig):
     STORES: bool = False
     DRAWS: bool = False
     PRODUCTS: bool = False
+    UNUSED: bool = False
     REPEATS: int = 8
 
     __hash__ = KernelConfig.__hash__
@@ -92,6 +94,10 @@ def _allocate(cfg: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
     )
+    if cfg.UNUSED:
+        unused = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(unused.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(mem.full.index(i), count=1)
         mbarrier.init(mem.empty.index(i), count=ADDERS)

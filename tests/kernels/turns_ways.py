@@ -30,10 +30,42 @@ def _nobody_waits_for_all(ptx: str) -> str:
     return re.sub(r"barrier\.sync(\s+)1;", rf"barrier.sync\g<1>1, {threads[1]};", ptx)
 
 
+def _waits_by_asking(ptx: str) -> str:
+    """Who waits for an mbarrier asks again and again; nothing suspends a warp."""
+    return ptx.replace("mbarrier.try_wait.parity", "mbarrier.test_wait.parity")
+
+
+def _waits_for_memory(ptx: str) -> str:
+    """Who stores by TMA waits until memory has it, not only until shared memory is read."""
+    return ptx.replace("cp.async.bulk.wait_group.read", "cp.async.bulk.wait_group")
+
+
+def _may_part(ptx: str) -> str:
+    """Nobody promises that the lanes of a warp see an mbarrier's phase end at once."""
+    return ptx.replace("bra.uni waitLoop", "bra waitLoop")
+
+
+def _meets_again(ptx: str) -> str:
+    """Lanes that waited for an mbarrier wait for each other."""
+    again = "@!complete bra waitLoop;\nbar.warp.sync 0xffffffff;"
+    return ptx.replace("@!complete bra.uni waitLoop;", again)
+
+
+def _votes(ptx: str) -> str:
+    """The lanes of a warp agree that an mbarrier's phase ended."""
+    vote = "vote.sync.all.pred complete, complete, 0xffffffff;\n@!complete bra.uni waitLoop;"
+    return ptx.replace("@!complete bra.uni waitLoop;", vote)
+
+
 WAYS: dict[str, Callable[[str], str]] = {
     "registers alike": _registers_alike,
     "another barrier": _another_barrier,
     "counted barrier": _nobody_waits_for_all,
+    "asks": _waits_by_asking,
+    "waits for memory": _waits_for_memory,
+    "may part": _may_part,
+    "meets again": _meets_again,
+    "votes": _votes,
 }
 
 

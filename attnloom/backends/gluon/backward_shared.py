@@ -130,8 +130,9 @@ def allocate(cfg: gl.constexpr):
     KV: gl.constexpr = cfg.KV_STAGES
     P: gl.constexpr = cfg.PANELS
     VP: gl.constexpr = cfg.VALUE_PANELS
-    # programs of heads in panels draw no tiles
-    ALONE: gl.constexpr = cfg.PANELS > 1
+    # Memory of barriers that nobody used later would be given to other things, while they are
+    # barriers still: an interrupted program then reads other values than it wrote there (H200).
+    ALONE: gl.constexpr = not cfg.PERSISTENT
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
     mem = Shared(
         gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * P, HALF, cfg.D], TILES),

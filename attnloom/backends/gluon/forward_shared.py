@@ -81,8 +81,12 @@ def allocate(cfg: gl.constexpr):
     if not cfg.OUT_IN_Q:
         out = gl.allocate_shared_memory(cfg.OPERAND, [C * P, ROWS, cfg.DV], TILES)
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
-    column0, column1 = tags, tags
+    # Memory of barriers that nobody used later would be given to other things, while they are
+    # barriers still: an interrupted program then reads other values than it wrote there (H200).
+    column0, column1, tag_full, column_full = tags, tags, tags, tags
     if cfg.NUM_COLUMNS > 0:
+        tag_full = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+        column_full = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
         column0 = gl.allocate_shared_memory(cfg.COLUMN0, [S, cfg.TILE_N], SCALARS)
     if cfg.NUM_COLUMNS > 1:
         column1 = gl.allocate_shared_memory(cfg.COLUMN1, [S, cfg.TILE_N], SCALARS)
@@ -95,8 +99,8 @@ def allocate(cfg: gl.constexpr):
         tags,
         column0,
         column1,
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        tag_full,
+        column_full,
         gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
@@ -115,8 +119,9 @@ def allocate(cfg: gl.constexpr):
     for i in gl.static_range(S):
         mbarrier.init(mem.k_full.index(i), count=1)
         mbarrier.init(mem.k_empty.index(i), count=READERS)
-        mbarrier.init(mem.tag_full.index(i), count=1)
-        mbarrier.init(mem.column_full.index(i), count=1)
+        if cfg.NUM_COLUMNS > 0:
+            mbarrier.init(mem.tag_full.index(i), count=1)
+            mbarrier.init(mem.column_full.index(i), count=1)
         mbarrier.init(mem.v_full.index(i), count=1)
         mbarrier.init(mem.v_empty.index(i), count=READERS)
     fence_async_shared()
