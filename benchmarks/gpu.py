@@ -10,14 +10,22 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_cases import DECODE, DEVICE, PREFILL, SCALING, GpuCase
 from benchmarks.gpu_host import host_rows
-from benchmarks.gpu_peers import CONTENDERS, OURS, Attention, Contender
+from benchmarks.gpu_peers import (
+    CONTENDERS,
+    OURS,
+    Attention,
+    Contender,
+    forget_graphs,
+    summary,
+    taking_part,
+)
 from benchmarks.rows import Row
 from benchmarks.timing import Sample, summarise
 
@@ -26,6 +34,7 @@ _HEAD_START = 8_000_000  # device cycles, about 4 ms: longer than any call of a 
 _AGREEMENT = 3e-2  # largest difference of two outputs over the largest element, bf16
 _WARMUP_MS = 2000.0  # a run longer than this is timed once, and needs no warming up
 _ENOUGH_MS = 400.0  # runs of one contender that take this long together are enough
+_ENOUGH_SCALING_MS = 150.0  # of 240 comparisons, so that a head dimension takes two minutes
 _FEWEST = 3
 
 Keeps = Callable[[str], bool]
@@ -42,31 +51,69 @@ class _Phase:
     start: Callable[[Attention, Sequence[torch.Tensor]], Callable[[], Any]]
 
 
+class DisagreementError(RuntimeError):
+    """Contenders gave different results; raised once everything else was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """Peers that are there, how long each is timed, and who gave other results than ours."""
+
+    peers: tuple[str, ...]
+    enough_ms: float = _ENOUGH_MS
+    disagreements: list[str] = field(default_factory=list)
+
+    def compare(self, phase: _Phase) -> Iterator[Row]:
+        """A Row for each peer that takes part; a speed counts only where results agree."""
+        runs, results = _results(phase, self.peers)
+        for name, error in _disagreeing(phase, results).items():
+            self.disagreements.append(error)
+            print(error, file=sys.stderr, flush=True)
+            del runs[name]
+        del results
+        if len(runs) > 1:
+            yield from _rows(phase, alternate(runs, enough_ms=self.enough_ms))
+
+    def require_agreement(self) -> None:
+        """
+        Raises:
+            DisagreementError: somebody was wrong, ours perhaps.
+        """
+        if self.disagreements:
+            raise DisagreementError("; ".join(self.disagreements))
+
+
 def gpu_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
     """Forward and backward of PREFILL, the share of the peak, the host's time for a call."""
+    contest = _Field(taking_part(peers))
     for case in PREFILL:
         if keeps(case.name):
-            yield from _compare(_forward("gpu", "forward", case), peers)
-            yield from _compare(_backward("gpu", case), peers)
+            yield from contest.compare(_forward("gpu", "forward", case))
+            yield from contest.compare(_backward("gpu", case))
             if case is PREFILL[0]:
                 yield _share_of_peak(case)
     if "torch-flex" in peers:
         yield from host_rows(keeps)
+    contest.require_agreement()
 
 
 def decode_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
     """DECODE: one query against a long cache."""
+    contest = _Field(taking_part(peers))
     for case in DECODE:
         if keeps("decode-" + case.name):
-            yield from _compare(_forward("decode", "decode", case), peers)
+            yield from contest.compare(_forward("decode", "decode", case))
+    contest.require_agreement()
 
 
 def scaling_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
     """SCALING: causal attention over lengths, head dimensions and groups."""
+    contest = _Field(taking_part(peers), _ENOUGH_SCALING_MS)
     for case in SCALING:
         if keeps(case.name):
-            yield from _compare(_forward("scaling", "forward", case), peers)
-            yield from _compare(_backward("scaling", case), peers)
+            yield from contest.compare(_forward("scaling", "forward", case))
+            yield from contest.compare(_backward("scaling", case))
+    contest.require_agreement()
 
 
 def _forward(suite: str, name: str, case: GpuCase) -> _Phase:
@@ -91,12 +138,7 @@ def _backward(suite: str, case: GpuCase) -> _Phase:
     return _Phase(suite, "backward", case, start)
 
 
-def _compare(phase: _Phase, peers: Sequence[str]) -> Iterator[Row]:
-    """A Row for each peer that takes part."""
-    runs, results = _results(phase, peers)
-    _require_agreement(phase.case, results)
-    del results
-    samples = alternate(runs)
+def _rows(phase: _Phase, samples: dict[str, Sample]) -> Iterator[Row]:
     ours, kept = samples["attnloom"], phase.case.density()
     for name, sample in samples.items():
         if name == "attnloom":
@@ -127,6 +169,7 @@ def _results(
     runs: dict[str, Callable[[], Any]] = {}
     results: Results = {}
     learned = phase.case.learned_table()
+    forget_graphs()
     inputs = [x.requires_grad_() for x in phase.case.inputs()]
     for name in ("attnloom", *peers):
         contender = CONTENDERS[name]
@@ -144,7 +187,11 @@ def _results(
         except Exception as error:
             if name in OURS:
                 raise
-            print(f"{name} cannot run {phase.case.name}: {error}"[:200], file=sys.stderr)
+            print(
+                f"{name} cannot run {phase.name} of {phase.case.name}: {summary(error)}",
+                file=sys.stderr,
+                flush=True,
+            )
     return runs, results
 
 
@@ -153,18 +200,20 @@ def _parts(contender: Contender, result: Any) -> tuple[torch.Tensor, ...]:
     return tuple(contender.restore(part) for part in parts)
 
 
-def _require_agreement(case: GpuCase, results: Results) -> None:
-    """A speed counts only where every contender computes the same thing."""
+def _disagreeing(phase: _Phase, results: Results) -> dict[str, str]:
+    """The contenders whose results are not those of the first, and what is said of each."""
     (ours, expected), *others = results.items()
-    for name, found in others:
-        for one, other in zip(expected, found, strict=True):
+    found: dict[str, str] = {}
+    for name, parts in others:
+        for one, other in zip(expected, parts, strict=True):
             limit = _AGREEMENT * float(one.float().abs().max())
             error = float((other.float() - one.float()).abs().max())
             if not error <= limit:
-                raise RuntimeError(
-                    f"{case.name}: {ours} and {name} differ by {error:.3g} (at most {limit:.3g} "
-                    "is rounding), so one of them is wrong and neither is timed"
+                found[name] = (
+                    f"{phase.name} of {phase.case.name}: {ours} and {name} differ by {error:.3g} "
+                    f"(at most {limit:.3g} is rounding), so one of them is wrong"
                 )
+    return found
 
 
 def _share_of_peak(case: GpuCase) -> Row:
@@ -180,7 +229,9 @@ def _share_of_peak(case: GpuCase) -> Row:
     return Row("gpu", case.name, "peak", "pct", 100 * share, dtype="bf16", shape=case.shape)
 
 
-def alternate(runs: dict[str, Callable[[], Any]], most: int = ROUNDS) -> dict[str, Sample]:
+def alternate(
+    runs: dict[str, Callable[[], Any]], most: int = ROUNDS, enough_ms: float = _ENOUGH_MS
+) -> dict[str, Sample]:
     """Device milliseconds of each run, taken in turn, `most` times where that is soon done.
 
     Each round has another order: after some runs the next is slower than after others.
@@ -194,7 +245,7 @@ def alternate(runs: dict[str, Callable[[], Any]], most: int = ROUNDS) -> dict[st
             rounds[name] = 0
         else:
             run()
-            rounds[name] = min(most, max(_FEWEST, round(_ENOUGH_MS / first)))
+            rounds[name] = min(most, max(_FEWEST, round(enough_ms / first)))
     for turn in range(most):
         for name in random.Random(turn).sample(list(runs), len(runs)):
             if turn < rounds[name]:

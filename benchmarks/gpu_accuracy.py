@@ -14,7 +14,7 @@ from attnloom.backends.reference import reference_attention
 from benchmarks.accuracy import NAMES, Tensors, relative_errors, with_gradients
 from benchmarks.cases import DTYPES
 from benchmarks.gpu_cases import DEVICE, GpuCase
-from benchmarks.gpu_peers import CONTENDERS, OURS
+from benchmarks.gpu_peers import CONTENDERS, OURS, forget_graphs
 from benchmarks.rows import Row
 
 CASES = tuple(
@@ -47,6 +47,7 @@ def _case_rows(case: GpuCase, dtype: str, peers: tuple[str, ...]) -> Iterator[Ro
     *inputs, dout = (x.to(DTYPES[dtype]) for x in drawn)
     expected = _oracle(case, inputs, dout)
     errors = {}
+    forget_graphs()
     for name in ("attnloom", *peers):
         try:
             errors[name] = relative_errors(_run(name, case, inputs, dout), expected)

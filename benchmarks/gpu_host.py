@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.gpu_cases import GpuCase
-from benchmarks.gpu_peers import CONTENDERS
+from benchmarks.gpu_peers import CONTENDERS, forget_graphs
 from benchmarks.rows import Row
 from benchmarks.timing import Sample, summarise
 
@@ -62,6 +62,7 @@ def host_rows(keeps: Callable[[str], bool]) -> Iterator[Row]:
     cases = [GpuCase(variant, 1, 2, 2, 256, 256, 64) for variant in VARIANTS]
     cases = [case for case in cases if keeps(case.name)]
     names = ("attnloom", "torch-flex")
+    forget_graphs()
     found = in_turn({(name, case.name): _warm(name, case) for case in cases for name in names})
     for (name, case), calls in found.items():
         for told in calls.hiccups:

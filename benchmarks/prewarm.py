@@ -34,6 +34,7 @@ from benchmarks.gpu_cases import DECODE, PREFILL, SCALING, GpuCase
 
 ARCH = 90
 SUITES = ("gpu", "decode", "scaling", "candidates")
+BACKENDS = ("auto", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Job:
     how: str | int
 
 
-def jobs_of(suite: str) -> list[Job]:
+def jobs_of(suite: str, backends: Sequence[str] = BACKENDS) -> list[Job]:
     """The calls of a suite; those that compile longest first."""
     if suite == "candidates":
         from benchmarks.candidates import CANDIDATES
@@ -57,12 +58,7 @@ def jobs_of(suite: str) -> list[Job]:
         ]
     cases = {"gpu": PREFILL, "decode": DECODE, "scaling": SCALING}[suite]
     phases = ("forward",) if suite == "decode" else ("backward", "forward")
-    return [
-        Job(case, phase, backend)
-        for phase in phases
-        for backend in ("auto", "triton")
-        for case in cases
-    ]
+    return [Job(case, phase, backend) for phase in phases for backend in backends for case in cases]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prewarm")
     parser.add_argument("--suite", action="append", choices=SUITES, help="default: all but scaling")
     parser.add_argument("--cases", nargs="*", default=[], help="substrings of case names")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument(
         "--key", action="store_true", help="print what caches are keyed by, no more"
@@ -78,9 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.key:
         print(environment_key())
         return 0
-    jobs = [
-        job for suite in args.suite or ("gpu", "decode", "candidates") for job in jobs_of(suite)
-    ]
+    suites = args.suite or ("gpu", "decode", "candidates")
+    jobs = [job for suite in suites for job in jobs_of(suite, args.backends)]
     jobs = [j for j in jobs if not args.cases or any(part in j.case.name for part in args.cases)]
     return report(run_jobs(dict.fromkeys(jobs), args.jobs))
 

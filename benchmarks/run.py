@@ -16,6 +16,7 @@ from benchmarks import rows as rows_module
 from benchmarks import tables
 from benchmarks.cases import DTYPES
 from benchmarks.contenders import CONTENDERS, DEFAULT_PEERS
+from benchmarks.gpu import DisagreementError
 from benchmarks.gpu_peers import GPU_PEERS
 from benchmarks.rows import Row
 from benchmarks.suites import SUITES, Selection
@@ -23,7 +24,8 @@ from benchmarks.verdict import judge
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run suites, print their tables, write JSON; 0 unless the arguments select nothing."""
+    """Run suites, print their tables, write JSON; 0 unless the arguments select nothing or
+    contenders disagree."""
     args = _parser().parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -40,13 +42,17 @@ def main(argv: list[str] | None = None) -> int:
     print(tables.machine_line(head), flush=True)
     rows: list[Row] = []
     start = time.perf_counter()
+    disagreements: list[str] = []
     for suite in dict.fromkeys(args.suite):
-        for row in SUITES[suite](selection):
-            rows.append(row)
-            print(_progress(row, time.perf_counter() - start), flush=True)
-            if args.json:  # at every row: what was measured outlives a later failure
-                rows_module.write(args.json, head, rows)
-    if not rows:
+        try:
+            for row in SUITES[suite](selection):
+                rows.append(row)
+                print(_progress(row, time.perf_counter() - start), flush=True)
+                if args.json:  # at every row: what was measured outlives a later failure
+                    rows_module.write(args.json, head, rows)
+        except DisagreementError as error:
+            disagreements.append(str(error))
+    if not rows and not disagreements:
         print(f"no case matches {' '.join(args.cases)}", file=sys.stderr)
         return 1
     for title, table in (
@@ -56,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
         ("Losses", tables.losses(rows)),
     ):
         print(f"\n## {title}\n\n{table}")
-    return 0
+    for said in disagreements:
+        print(f"\n{said}", file=sys.stderr)
+    return 1 if disagreements else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.rows import Row
 from benchmarks.target import Target, largest, mean_ratio, ratios, worst_ratio
 
-PEERS = ("torch-flex", "flex-flash", "sdpa-flash", "sdpa-cudnn", "fa4")
+PEERS = ("torch-flex", "torch-flex-flash", "sdpa-flash", "sdpa-cudnn", "fa4")
 FLEX = ("torch-flex",)
 
 

@@ -207,6 +207,7 @@ def test_prewarm_covers_every_case_of_its_suites() -> None:
     assert {job.how for job in prewarm.jobs_of("decode")} == {"auto", "triton"}
     assert len(prewarm.jobs_of("candidates")) == sum(len(c.cases) for c in CANDIDATES)
     assert len(set(prewarm.jobs_of("scaling"))) == 4 * len(gpu_cases.SCALING)
+    assert {job.how for job in prewarm.jobs_of("scaling", ("auto",))} == {"auto"}
 
 
 def test_prewarm_says_which_call_failed(capsys) -> None:
