@@ -166,3 +166,10 @@ def test_planted_mistakes_are_found(
     monkeypatch.setattr(launch, "names", lambda: names | mistake(names))
     with pytest.raises(ProtocolError):
         launch.run()
+
+
+@pytest.mark.parametrize("name", ["narrow, tiles drawn", "narrow, tiles drawn, early"])
+def test_keys_of_a_tile_without_steps_are_not_waited_for(name: str) -> None:
+    """The warpgroup of dq, a tile late, waited for keys that those of a later tile had replaced."""
+    for seed in range(8):
+        Backward(FORMS[name], [LONG, SHORT, SHORT, LONG] * 2, seed, "queries").run()

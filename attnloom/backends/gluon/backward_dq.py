@@ -99,7 +99,8 @@ def _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg: gl.constexpr):
     """dq of the steps of a program's num-th tile, the first of which is number n; the number after
     the last."""
     slot = keys_slot(num, cfg)
-    mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
+    # without steps nobody waits for this partition, and keys of later tiles may lie there already
+    mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg), pred=total > 0)
     for _ in range(0, total):
         mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1)
         line = get(mem.lines.index(n & (LINES - 1)))
