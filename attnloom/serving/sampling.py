@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnloom.serving.request import Logprob, SamplingParams
+
+FEW = 1024  # likeliest tokens that are looked for without sorting all
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,9 @@ class Draw:
 
     def uniform(self) -> float:
         """The random number of this token, in [0, 1)."""
-        return random.Random(f"{self.seed}:{self.place}").random()
+        # a digest: `random.Random` of a text takes six times as long, for each token of a step
+        digest = hashlib.blake2b(f"{self.seed}:{self.place}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
 class Drawn:
@@ -89,13 +95,15 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> Drawn:
     """
     tokens = logits.argmax(-1)
     wishes = [draw.params for draw in draws]
-    drawn = [i for i, wish in enumerate(wishes) if wish.temperature > 0]
     # A row of a kind is drawn alike whatever other rows there are, so that its text stays its own.
-    limited = {i for i in drawn if wishes[i].top_k or wishes[i].top_p < 1}
-    for rows, draw in (([i for i in drawn if i not in limited], _draw), (sorted(limited), _rank)):
+    kinds: dict[Callable[[Tensor, Rows[Draw]], Tensor], list[int]] = {}
+    for i, wish in enumerate(wishes):
+        if wish.temperature > 0:
+            kinds.setdefault(_kind(wish), []).append(i)
+    for draw, rows in kinds.items():
         if len(rows) == len(draws):
             tokens = draw(logits, draws)
-        elif rows:
+        else:
             index = torch.tensor(rows, device=logits.device)
             tokens[index] = draw(logits[index], [draws[i] for i in rows])
     return Drawn(tokens, _score(logits, tokens, wishes))
@@ -113,40 +121,75 @@ def _score(logits: Tensor, tokens: Tensor, wishes: Rows[SamplingParams]) -> _Sco
     return _Scored(wanted, (chosen, values, others))
 
 
-def _column(values: Rows[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64).to(device)[:, None]
+class _Columns(NamedTuple):
+    """What rows wish, where their logits are: [R, 1] float64 each."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniform: Tensor
 
 
-def _probabilities(logits: Tensor, draws: Rows[Draw]) -> Tensor:
-    temperatures = _column([d.params.temperature for d in draws], logits.device)
-    return (logits.double() / temperatures).softmax(-1)
+def _columns(draws: Rows[Draw], logits: Tensor) -> _Columns:
+    """By one copy, from memory that needs no wait for what the device still does."""
+    size = logits.size(-1)
+    wishes = [d.params for d in draws]
+    rows = (
+        [w.temperature for w in wishes],
+        [w.top_k or size for w in wishes],
+        [w.top_p for w in wishes],
+        [d.uniform() for d in draws],
+    )
+    host = torch.tensor(rows, dtype=torch.float64, pin_memory=logits.is_cuda)
+    return _Columns(*host.to(logits.device, non_blocking=True)[..., None].unbind(0))
+
+
+def _probabilities(logits: Tensor, temperature: Tensor) -> Tensor:
+    return (logits.double() / temperature).softmax(-1)
 
 
 def _draw(logits: Tensor, draws: Rows[Draw]) -> Tensor:
     """Any token, [R]."""
-    return _pick(_probabilities(logits, draws), draws)
+    wish = _columns(draws, logits)
+    return _pick(_probabilities(logits, wish.temperature), wish.uniform)
 
 
-def _rank(logits: Tensor, draws: Rows[Draw]) -> Tensor:
+def _draw_of_few(logits: Tensor, draws: Rows[Draw]) -> Tensor:
+    """One of at most FEW likeliest tokens, [R]: to find them takes a fraction of a sort."""
+    return _limited(*logits.topk(min(FEW, logits.size(-1))), draws)
+
+
+def _draw_ranked(logits: Tensor, draws: Rows[Draw]) -> Tensor:
     """One of the likeliest tokens, [R]."""
     # in float32, which sorts in half the time; no temperature changes the order
-    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = _probabilities(ordered, draws)
-    size = logits.size(-1)
-    top_k = _column([d.params.top_k or size for d in draws], logits.device)
-    probabilities = probabilities * (torch.arange(size, device=logits.device) < top_k)
+    return _limited(*logits.sort(dim=-1, descending=True, stable=True), draws)
+
+
+def _kind(wish: SamplingParams) -> Callable[[Tensor, Rows[Draw]], Tensor]:
+    """How rows that wish so are drawn."""
+    if 0 < wish.top_k <= FEW:
+        return _draw_of_few
+    return _draw_ranked if wish.top_k or wish.top_p < 1 else _draw
+
+
+def _limited(ordered: Tensor, tokens: Tensor, draws: Rows[Draw]) -> Tensor:
+    """Of tokens with falling logits, those that no wish excludes, [R]."""
+    wish = _columns(draws, ordered)
+    probabilities = _probabilities(ordered, wish.temperature)
+    places = torch.arange(ordered.size(-1), device=ordered.device)
+    probabilities = probabilities * (places < wish.top_k)
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     # The token that reaches top_p is kept: what counts is the probability before it.
     before = probabilities.cumsum(-1) - probabilities
-    kept = before < _column([d.params.top_p for d in draws], logits.device)
-    return tokens.gather(-1, _pick(probabilities * kept, draws)[:, None])[:, 0]
+    kept = before < wish.top_p
+    return tokens.gather(-1, _pick(probabilities * kept, wish.uniform)[:, None])[:, 0]
 
 
-def _pick(probabilities: Tensor, draws: Rows[Draw]) -> Tensor:
+def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The column at which each row's sum passes its random number, [R]: one that is not 0."""
     sums = probabilities.cumsum(-1)
     total = sums[:, -1:]
-    wanted = _column([d.uniform() for d in draws], probabilities.device) * total
+    wanted = uniform * total
     # rounding may reach the end of the sums, which nothing passes
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, wanted, right=True)[:, 0]

@@ -16,6 +16,7 @@ from attnloom.serving import (
     Request,
     RequestError,
     SamplingParams,
+    sampling,
 )
 from attnloom.serving.sampling import Draw, sample
 from attnloom.serving.text import TextStream
@@ -122,8 +123,19 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     assert counts(SamplingParams(top_k=2, top_p=0.5), logits)[2] == 1
 
 
+def test_few_of_many_tokens_are_found_without_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(200, 5000, generator=torch.Generator().manual_seed(0))
+    for params in (SamplingParams(top_k=50), SamplingParams(top_k=1000, top_p=0.8)):
+        draws = [Draw(params, 3, place) for place in range(200)]
+        monkeypatch.setattr(sampling, "FEW", 1024)
+        found = sample(logits, draws).read()
+        monkeypatch.setattr(sampling, "FEW", 0)
+        assert sample(logits, draws).read() == found
+        assert len({*found}) > 100
+
+
 def test_a_token_is_drawn_alike_whatever_other_rows_are_drawn() -> None:
-    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
     wishes = [
         SamplingParams(),
         SamplingParams(top_p=0.8),
@@ -131,6 +143,7 @@ def test_a_token_is_drawn_alike_whatever_other_rows_are_drawn() -> None:
         SamplingParams(temperature=0.7, top_k=9),
         SamplingParams(temperature=1.3),
         SamplingParams(top_k=4, top_p=0.5),
+        SamplingParams(top_k=2000),
     ]
     for place in range(20):
         draws = [Draw(params, 7, place) for params in wishes]
