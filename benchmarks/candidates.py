@@ -53,15 +53,21 @@ def _cut(tile: Tile, shape: Any) -> Tile:
 
 @dataclass(frozen=True)
 class GluonForward(Change):
-    """A form of configs_forward.py."""
+    """A form of configs_forward.py. finer: with blocks of refined.py."""
 
     form: configs_forward.Form
+    finer: bool = False
     backend = "gluon"
 
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
         from attnloom.backends.gluon import launch_forward
+        from attnloom.backends.triton.refined import refined
 
-        return [(launch_forward, "_in_order", lambda call, fixed: (self.form,))]
+        return [
+            (launch_forward, "_in_order", lambda call, fixed: (self.form,)),
+            (launch_forward, "_forms", lambda call, pieces=False: (self.form,)),
+            *([(launch_forward, "_finer", refined)] if self.finer else []),
+        ]
 
 
 @dataclass(frozen=True)

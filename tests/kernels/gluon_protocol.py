@@ -32,6 +32,7 @@ from tests.kernels.gluon_world import (
     Nothing,
     Pointer,
     ProtocolError,
+    Slot,
     Vec,
     World,
     held,
@@ -141,7 +142,9 @@ class Launch:
             "take_job": self._remembered(found["take_job"]),
             "contexts": lambda *_: None,
             "empty_state": lambda *_: (self._accumulators(), Nothing(), Nothing()),
+            "_queries": self._queries,
             "rescaled": lambda acc, *_: acc,
+            "caught_up": lambda acc, *_: acc,
             "only_if": lambda _, acc, __: acc,
             "columns": lambda *_: None,
             "look_up": lambda _, tag, cfg: found["key_tile"](tag, cfg) * cfg.TILE_N,
@@ -162,6 +165,11 @@ class Launch:
 
     def _accumulators(self) -> Any:
         return (Nothing(),) * 3 if self.cfg.PANELS == 3 else Nothing()
+
+    def _queries(self, mem: Any, at: int, *_: Any) -> Any:
+        """Where they lie, and those that lie in registers besides."""
+        kept = (mem.q.index(at + i).content for i in range(self.cfg.Q_KEPT))
+        return at, tuple(Slot(content=content) for content in kept)
 
     def _modified(self, s: Any, _: Any, __: Any, pieces: int, keys: Vec, *rest: Any) -> Any:
         if self.cfg.NEEDS_KEYS and pieces != keys[0]:

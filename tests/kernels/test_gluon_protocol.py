@@ -17,8 +17,8 @@ from tests.kernels.gluon_world import ProtocolError
 def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
-        CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
-        OVERLAP=consumers == 2, OUT_IN_Q=False, PREFETCH=False, OPERAND=None, SUB=1,
+        CONSUMERS=consumers, Q_KEPT=0, BY_LANE=False, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
+        OVERLAP=consumers < 3, OUT_IN_Q=False, PREFETCH=False, OPERAND=None, SUB=1,
         HAS_LISTS=True, APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True,
         HAS_TAIL=False, MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1,
         COLUMN0="int32", BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
@@ -37,8 +37,13 @@ FORMS = {
     "no columns": form(NUM_COLUMNS=0),
     "one tile of queries": form(Q_STAGES=1, OUT_IN_Q=True),
     "four stages": form(STAGES=4, LOG_STAGES=2),
+    "one consumer": form(1, OUT_IN_Q=True),
+    "one consumer in turn": form(1, OVERLAP=False),
+    "queries in registers": form(Q_KEPT=1),
+    "queries left early": form(Q_KEPT=1, Q_STAGES=1),
     "panels": form(PANELS=3, OUT_IN_Q=True, NUM_COLUMNS=0),
     "panels, columns": form(PANELS=3, OUT_IN_Q=True),
+    "panels in registers": form(PANELS=3, OUT_IN_Q=True, NUM_COLUMNS=0, Q_KEPT=3),
     "prefetch": form(PREFETCH=True),
     "prefetch, three consumers": form(3, PREFETCH=True),
     "prefetch, no mask": form(PREFETCH=True, **PLAIN | {"NEEDS_KEYS": True}),

@@ -78,3 +78,29 @@ def exp2_fast(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+def _times_unless_one() -> str:
+    """For 32 elements of a thread, of two rows: pairs of either in turn."""
+    N = 32
+    copies = "".join(f"mov.f32 ${i}, ${N + i};\n" for i in range(N))
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * N + i};\n" for i in range(N))
+    return f"""{{
+.reg .pred grew;
+setp.neu.f32 grew, ${2 * N}, 0f3F800000;
+setp.neu.or.f32 grew, ${2 * N + 2}, 0f3F800000, grew;
+vote.sync.any.pred grew, grew, 0xffffffff;
+{copies}@!grew bra DONE;
+{products}DONE:
+}}"""
+
+
+_TIMES = gl.constexpr(_times_unless_one())
+_TIMES_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
+
+
+@gluon.jit
+def times_unless_one(x, factor):
+    return gl.inline_asm_elementwise(
+        _TIMES, _TIMES_CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=True, pack=32
+    )

@@ -35,6 +35,10 @@ class Form:
     pieces: bool = False
     lines: bool = False
     prefetch: bool = False
+    q_kept: int = 0
+    lazy: bool = False
+    by_lane: bool = False
+    programs: int = 1
 
     def __post_init__(self) -> None:
         assert self.panels in (1, 3)

@@ -44,6 +44,9 @@ class ForwardSm90Config(Sm90Config):
     TILE_N: int
     Q_STAGES: int
     PANELS: int
+    Q_KEPT: int
+    LAZY: bool
+    BY_LANE: bool
     OVERLAP: bool
     OUT_IN_Q: bool
     APART: bool
@@ -111,6 +114,9 @@ def config_of(
         TILE_N=form.tile_n,
         Q_STAGES=form.q_stages,
         PANELS=form.panels,
+        Q_KEPT=form.q_kept,
+        BY_LANE=form.by_lane,
+        LAZY=form.lazy and not want_max_scores,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
         REGISTERS=load[0],

@@ -12,10 +12,12 @@ SliceLayout(1, L) and one of keys SliceLayout(0, L). Glossary: forward_shared.py
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.builtins import exp2_fast
+from attnloom.backends.gluon.builtins import exp2_fast, times_unless_one
 from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import ROWS, key_tile
 from attnloom.backends.triton.device_math import LN_2
+
+SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -137,6 +139,8 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
     if cfg.HAS_BIAS:
         highest = highest + bias
     m_new = gl.maximum(m_i, highest)
+    if cfg.LAZY:
+        m_new = gl.where((m_new - m_i) * base > SLACK, m_new, m_i)
     top = m_new
     if cfg.MAY_MASK or cfg.HAS_SCORE:
         # a row without a key so far would give exp2(-inf + inf)
@@ -145,7 +149,45 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
     if cfg.HAS_BIAS:
         top = top - bias
     p = exp2_fast(s * base - (top * base)[:, None])
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    if cfg.BY_LANE:
+        LANES: gl.constexpr = l_i.type.layout
+        past = gl.convert_layout(alpha, gl.SliceLayout(1, LANES), assert_trivial=True)
+        return p, m_new, l_i * past[:, None] + _lane_sums(p), alpha
+    else:
+        return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _lane_sums(p):
+    """[ROWS, 4]: sums of what each of the four lanes of a row holds."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def row_sums(l_i, L: gl.constexpr, cfg: gl.constexpr):
+    if cfg.BY_LANE:
+        return gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, L), assert_trivial=True)
+    else:
+        return l_i
+
+
+@gluon.jit
+def caught_up(acc, alpha, OUT: gl.constexpr, cfg: gl.constexpr):
+    """The output of earlier steps in units of this one's; LAZY: no warp multiplies by ones."""
+    if cfg.LAZY:
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+        if cfg.PANELS == 3:
+            return (
+                times_unless_one(acc[0], factor),
+                times_unless_one(acc[1], factor),
+                times_unless_one(acc[2], factor),
+            )
+        else:
+            return times_unless_one(acc, factor)
+    else:
+        return rescaled(acc, alpha, OUT, cfg)
 
 
 @gluon.jit
@@ -173,6 +215,8 @@ def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     VECTOR: gl.constexpr = gl.SliceLayout(1, L)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, VECTOR)
     l_i = gl.full([ROWS], 0.0, gl.float32, VECTOR)
+    if cfg.BY_LANE:
+        l_i = _lane_sums(gl.zeros([ROWS, cfg.TILE_N], gl.float32, L))
     acc = gl.zeros([ROWS, cfg.DV], gl.float32, OUT)
     if cfg.PANELS == 3:
         acc = acc, acc, acc

@@ -36,6 +36,7 @@ from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.forward_columns import write_columns
 from attnloom.backends.gluon.forward_load import load_tiles
 from attnloom.backends.gluon.forward_math import (
+    caught_up,
     columns,
     contexts,
     empty_state,
@@ -47,6 +48,7 @@ from attnloom.backends.gluon.forward_math import (
     only_if,
     rescaled,
     row_bias,
+    row_sums,
     softmax_step,
 )
 from attnloom.backends.gluon.forward_shared import (
@@ -62,14 +64,40 @@ from attnloom.backends.triton.device_math import whole32
 
 
 @gluon.jit
+def _queries(mem, at, L: gl.constexpr, cfg: gl.constexpr):
+    """(where the first panel of a tile lies, the first Q_KEPT panels in registers)."""
+    KEPT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    if cfg.Q_KEPT == 3:
+        left = mem.q.index(at).load(KEPT)
+        middle = mem.q.index(at + 1).load(KEPT)
+        return at, (left, middle, mem.q.index(at + 2).load(KEPT))
+    elif cfg.Q_KEPT == 2:
+        left = mem.q.index(at).load(KEPT)
+        return at, (left, mem.q.index(at + 1).load(KEPT))
+    elif cfg.Q_KEPT == 1:
+        return at, (mem.q.index(at).load(KEPT),)
+    else:
+        return at, 0
+
+
+@gluon.jit
+def _panel(q, mem, i: gl.constexpr, cfg: gl.constexpr):
+    """Panel i of the queries, from where it is multiplied."""
+    if i < cfg.Q_KEPT:
+        return q[1][i]
+    else:
+        return mem.q.index(q[0] + i)
+
+
+@gluon.jit
 def _scores(q, mem, slot, L: gl.constexpr, cfg: gl.constexpr):
-    """q . k^T of a step, PANELS products in flight. q: where its first panel lies."""
+    """q . k^T of a step, PANELS products in flight. q: see `_queries`."""
     zeros = gl.zeros([ROWS, cfg.TILE_N], gl.float32, L)
     k = mem.k.index(slot * cfg.PANELS).permute((1, 0))
-    s = warpgroup_mma(mem.q.index(q), k, zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(_panel(q, mem, 0, cfg), k, zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, cfg.PANELS):
         k = mem.k.index(slot * cfg.PANELS + i).permute((1, 0))
-        s = warpgroup_mma(mem.q.index(q + i), k, s, is_async=True)
+        s = warpgroup_mma(_panel(q, mem, i, cfg), k, s, is_async=True)
     return s
 
 
@@ -164,7 +192,7 @@ def _overlapped_step(
     following = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
     acc, p = _finished(acc, p, cfg)
     mbarrier.arrive(mem.v_empty.index(last))
-    return rescaled(acc, alpha, OUT, cfg), following, m_i, l_i, pieces
+    return caught_up(acc, alpha, OUT, cfg), following, m_i, l_i, pieces
 
 
 @gluon.jit
@@ -226,7 +254,7 @@ def _plain_tile(
             s, mem, n, i + 1 < steps, prepared, context, (m_i, l_i), at, consumer, L, cfg
         )
         p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
-        acc = rescaled(acc, alpha, OUT, cfg)
+        acc = caught_up(acc, alpha, OUT, cfg)
         mbarrier.wait(mem.v_full.index(slot), phase)
         acc, p = _finished(_add_output(p, mem, slot, acc, cfg), p, cfg)
         mbarrier.arrive(mem.v_empty.index(slot))
@@ -291,20 +319,25 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         context = contexts(score_args, mask_args, b, h, row, queries, q_offset, cfg)
         slot = query_slot(num_tiles, consumer, cfg)
         mbarrier.wait(mem.q_full.index(slot), query_phase(num_tiles, cfg))
-        q = slot * cfg.PANELS
+        first = slot * cfg.PANELS
+        q = _queries(mem, first, L, cfg)
+        if cfg.Q_KEPT == cfg.PANELS and not cfg.OUT_IN_Q:
+            mbarrier.arrive(mem.q_empty.index(slot))
         if cfg.OVERLAP:
             acc, m_i, l_i, n = _overlapped_tile(
                 q, mem, n, steps, context, at, consumer, L, OUT, cfg
             )
         else:
             acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, consumer, L, OUT, cfg)
+        l_i = row_sums(l_i, L, cfg)
         place = (b, h, unit, row, queries, q_len)
         if cfg.OUT_IN_Q:
-            _store(out_desc, outs, mem, q, acc, m_i, l_i, place, base, OUT, cfg)
+            _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
             tma.store_wait(0)
             mbarrier.arrive(mem.q_empty.index(slot))
         else:
-            mbarrier.arrive(mem.q_empty.index(slot))
+            if cfg.Q_KEPT < cfg.PANELS:
+                mbarrier.arrive(mem.q_empty.index(slot))
             first = consumer * cfg.PANELS
             _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
         num_tiles += 1
@@ -344,6 +377,7 @@ def forward_kernel(
     )  # fmt: skip
     listed = (lists[0], lists[1], whole32(lists, 2), whole32(lists, 5))
     outs, scales = (lse, max_scores), (factor, base)
+    SECOND_WARPS: gl.constexpr = 4 if cfg.CONSUMERS > 1 else 0
     THIRD_WARPS: gl.constexpr = 4 if cfg.CONSUMERS == 3 else 0
     COLUMN_WARPS: gl.constexpr = 1 if cfg.NUM_COLUMNS > 0 else 0
     bi.warp_specialize(
@@ -354,6 +388,6 @@ def forward_kernel(
             (load_tiles, (q_desc, k_desc, v_desc, mem, counter, listed, plan, cfg)),
             (write_columns, (mem, heads, sizes[4], mask_args, cfg)),
         ],
-        [4, THIRD_WARPS, 1, COLUMN_WARPS],
+        [SECOND_WARPS, THIRD_WARPS, 1, COLUMN_WARPS],
         [cfg.REGISTERS, cfg.REGISTERS, cfg.LOAD_REGISTERS, cfg.LOAD_REGISTERS],
     )

@@ -37,6 +37,7 @@ from attnloom.block_mask import BlockLists
 _NO_LISTS = (0.0,) * 8
 _INT32 = 2**31 - 1
 _TILE_M = _TILE_N = 128
+_REGISTERS = 256  # a thread, of a program of two warpgroups that is alone on a processor
 _FEW_SPILLS = 16
 _MANY_SPILLS = 64
 
@@ -64,6 +65,7 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
     why = _not_here(call)
     if why is not None:
         return why
+    call = _finer(call)
     fixed, key = _key(call, want_max_scores)
     ready = _ready.get(key)
     if isinstance(ready, str):
@@ -89,6 +91,7 @@ def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | 
     why = _not_here(call)
     if why is not None:
         return why
+    call = _finer(call)
     ready = _ready.get(_key(call, want_max_scores)[1])
     if isinstance(ready, str):
         return ready
@@ -109,6 +112,10 @@ def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | 
         restart(stream, (*addresses, tiles.data_ptr()))
 
     return ForwardAgain(call, tensors, start)
+
+
+def _finer(call: AttentionCall) -> AttentionCall:
+    return call
 
 
 def _not_here(call: AttentionCall) -> str | None:
@@ -304,14 +311,17 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _
     )
     score = form_of(call, fixed)
     config = config_of(call, form, score, tensors.max_scores is not None)
-    grid = min(device.num_processors, num_tiles * batch * heads)
+    grid = min(device.num_processors * form.programs, num_tiles * batch * heads)
     blanks = (
         Blank.of(query, ROWS, form.columns(head_dim)),
         Blank.of(key, form.tile_n, form.columns(head_dim)),
         Blank.of(tensors.value, form.tile_n, form.columns(value_dim)),
         Blank.of(tensors.out, ROWS, form.columns(value_dim)),
     )
-    launcher = Launcher(forward_kernel, config, grid, {"num_warps": 4})
+    options = {"num_warps": 4}
+    if form.programs > 1:
+        options["maxnreg"] = _REGISTERS // form.programs
+    launcher = Launcher(forward_kernel, config, grid, options)
     return _Ready(launcher, form, blanks, scales_of(call, score), pack_ints(shape))
 
 
