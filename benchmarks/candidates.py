@@ -66,7 +66,7 @@ class GluonForward(Change):
         return [
             (launch_forward, "_in_order", lambda call, fixed: (self.form,)),
             (launch_forward, "_forms", lambda call, pieces=False: (self.form,)),
-            *([(launch_forward, "_finer", refined)] if self.finer else []),
+            (launch_forward, "finer", refined if self.finer else lambda call: call),
         ]
 
 

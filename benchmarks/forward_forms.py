@@ -6,6 +6,7 @@ import multiprocessing
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 from attnloom.api import launch
 from attnloom.backends.gluon.configs_forward import Form, forms
@@ -39,7 +40,11 @@ def documents():
     yield "one lanes", replace(ONE, by_lane=True), True
     yield "one in turn", replace(ONE, overlap=False, by_lane=True), True
     yield "one, 1 q", replace(ONE, q_stages=1, out_in_q=False, by_lane=True), True
-    yield "one in turn, 1 q", replace(ONE, q_stages=1, out_in_q=False, overlap=False, by_lane=True), True
+    yield (
+        "one in turn, 1 q",
+        replace(ONE, q_stages=1, out_in_q=False, overlap=False, by_lane=True),
+        True,
+    )
     early = replace(ONE, q_kept=1, q_stages=1, out_in_q=False)
     yield "one kept early", early, True
     yield "one kept early lanes", replace(early, by_lane=True), True
@@ -97,7 +102,9 @@ def timed(number, right):
 
     whole, found, peer = ROUNDS[number]
     inputs = whole.inputs()
-    runs = {peer: functools.partial(CONTENDERS[peer].prepare(whole, None), *inputs)}
+    theirs = CONTENDERS[peer].prepare(whole, None)
+    assert theirs is not None
+    runs: dict[str, Any] = {peer: functools.partial(theirs, *inputs)}
     wanted = runs[peer]()
     for name, form, finer in found:
         if (number, name) not in right:
@@ -117,7 +124,8 @@ def timed(number, right):
     print(f"\n{whole.name} [{time.perf_counter() - START:.0f} s]")
     for name, sample in samples.items():
         ratio = samples[peer].median_ms / sample.median_ms
-        print(f"  {name:28s} {sample.median_ms:8.4f} {sample.p10_ms:8.4f} {sample.p90_ms:8.4f} {ratio:6.3f}")
+        shown = f"{sample.median_ms:8.4f} {sample.p10_ms:8.4f} {sample.p90_ms:8.4f} {ratio:6.3f}"
+        print(f"  {name:28s} {shown}")
     sys.stdout.flush()
     del wanted, runs
     torch.cuda.empty_cache()

@@ -23,6 +23,7 @@ if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
     pytest.skip("Gluon differs from version to version of Triton", allow_module_level=True)
 from attnloom.backends.gluon import launch_forward  # noqa: E402
 from attnloom.backends.triton.fields import Tensors  # noqa: E402
+from attnloom.backends.triton.launcher import Launcher  # noqa: E402
 from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon  # noqa: E402
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -48,7 +49,9 @@ def alibi(score, b, h, q, kv):
     return score - SLOPES[h] * (q - kv)
 
 
-def call_of(D: int, score: Any, mask: Any, dtype: torch.dtype = BF16) -> AttentionCall:
+def call_of(
+    D: int, score: Any, mask: Any, dtype: torch.dtype = BF16, block: int = 128
+) -> AttentionCall:
     tensors = (torch.empty(2, 4, LENGTH, D, dtype=dtype) for _ in range(3))
     programs: list[BoundProgram | None] = [None, None]
     blocks: BlockLists | None = None
@@ -59,21 +62,27 @@ def call_of(D: int, score: Any, mask: Any, dtype: torch.dtype = BF16) -> Attenti
     if mask is not None:
         bound = trace_mask(mask, CPU)
         programs[1] = BoundProgram(simplify(bound.program), bound.tensors, bound.numbers)
-        blocks = create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu").lists()
+        made = create_block_mask(mask, None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=block)
+        blocks = made.lists()
     return AttentionCall(*tensors, *programs, blocks, D**-0.5, KernelOptions())
 
 
 def compiled(call: AttentionCall) -> CompiledGluon:
     """The kernel of the first form for a call, as a launch would compile it."""
     launched: list[tuple[Any, ...]] = []
+    options: dict[str, Any] = {}
+
+    def launch(self: Launcher, aligned: bool, *args: Any) -> None:
+        launched.append((*args, self.config))
+        options.update(self.options)
+
     with (
         device_is("sm_90"),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
-        mock.patch("attnloom.backends.triton.launcher.Launcher.__call__",
-                   lambda self, aligned, *args: launched.append((*args, self.config))),
-    ):  # fmt: skip
-        launch_forward._choose(call, Tensors.of(call, False), fixed=True)
-    return compile_gluon(launch_forward.forward_kernel, launched[0], {"num_warps": 4})
+        mock.patch.object(Launcher, "__call__", launch),
+    ):
+        launch_forward._choose(call, Tensors.of(call, False), True, call)
+    return compile_gluon(launch_forward.forward_kernel, launched[0], options)
 
 
 # Bytes that a thread may spill, as recorded with Triton 3.6 and 3.9, with some room.
@@ -106,6 +115,16 @@ def test_forward(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int)
 @pytest.mark.parametrize(("D", "score", "mask", "dtype", "spills"), REST)
 def test_other_forwards(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
     check(D, score, mask, dtype, spills)
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.long)])
+def test_two_programs_of_short_rows_fit_a_processor(dtype: torch.dtype) -> None:
+    found = compiled(call_of(128, None, documents, dtype, block=64))
+    assert found.serialised == ()
+    assert found.spills == 0
+    # threads: a consumer's, and those of the two small warps and what fills them up to four
+    assert 2 * found.registers * 256 <= 65536
+    assert 2 * (found.shared + 1024) <= 228 * 1024
 
 
 def test_soft_capping_costs_one_instruction_a_score() -> None:

@@ -168,7 +168,7 @@ def forward_of(call: AttentionCall) -> CompiledGluon:
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
         mock.patch.object(launch_forward, "Launcher", _Compiler),
     ):
-        ready = launch_forward._choose(call, Tensors.of(call, False), fixed=True)
+        ready = launch_forward._choose(call, Tensors.of(call, False), True, call)
     assert not isinstance(ready, str), ready
     return ready.launch.made  # type: ignore[attr-defined]
 

@@ -197,7 +197,7 @@ def test_masks_that_look_up_each_score_are_left_to_the_portable_kernels(monkeypa
     call = replace(call_of(), blocks=mask.lists(), mask=bound)
     chosen: list[str] = []
 
-    def choose(call, tensors, fixed):
+    def choose(call, tensors, fixed, given):
         chosen.append(call.options.backend)
         return "chosen"
 

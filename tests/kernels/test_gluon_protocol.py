@@ -17,8 +17,9 @@ from tests.kernels.gluon_world import ProtocolError
 def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
-        CONSUMERS=consumers, Q_KEPT=0, BY_LANE=False, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
-        OVERLAP=consumers < 3, OUT_IN_Q=False, PREFETCH=False, OPERAND=None, SUB=1,
+        CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
+        Q_KEPT=0, BY_LANE=False, OVERLAP=consumers < 3, OUT_IN_Q=False, PREFETCH=False,
+        OPERAND=None, SUB=1,
         HAS_LISTS=True, APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True,
         HAS_TAIL=False, MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1,
         COLUMN0="int32", BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
@@ -39,6 +40,7 @@ FORMS = {
     "four stages": form(STAGES=4, LOG_STAGES=2),
     "one consumer": form(1, OUT_IN_Q=True),
     "one consumer in turn": form(1, OVERLAP=False),
+    "short rows": form(1, Q_KEPT=1, Q_STAGES=1),
     "queries in registers": form(Q_KEPT=1),
     "queries left early": form(Q_KEPT=1, Q_STAGES=1),
     "panels": form(PANELS=3, OUT_IN_Q=True, NUM_COLUMNS=0),
@@ -123,9 +125,19 @@ def pieces_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
     return {"_look_up_ahead": look_up_ahead}
 
 
+def queries_given_back_first(names: dict[str, Any]) -> dict[str, Any]:
+    """Queries are multiplied from where the next tile's may already be."""
+
+    def queries(mem, at, L, cfg):
+        return at, tuple(mem.q.index(at + i) for i in range(cfg.Q_KEPT))
+
+    return {"_queries": queries}
+
+
 @pytest.mark.parametrize(
     ("cfg", "mistake", "said"),
     [
+        (form(1, Q_KEPT=1, Q_STAGES=1), queries_given_back_first, "used|copied over"),
         (form(PREFETCH=True), pieces_of_the_step_before, "pieces|copied over|used"),
         (form(), told_twice, "every warp waits|more often|used|computed|columns"),
         (form(), fewer_bytes, "every warp waits"),

@@ -20,6 +20,7 @@ from attnloom.backends.gluon.emit import comes_in_pieces, looks_up_lane_by_lane
 from attnloom.backends.gluon.fields import mask_target, score_target
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
+from attnloom.backends.gluon.short_rows import finer, has_short_rows
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import ForwardAgain, with_aliases
@@ -65,7 +66,7 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
     why = _not_here(call)
     if why is not None:
         return why
-    call = _finer(call)
+    given, call = call, finer(call)
     fixed, key = _key(call, want_max_scores)
     ready = _ready.get(key)
     if isinstance(ready, str):
@@ -79,7 +80,7 @@ def forward(call: AttentionCall, want_max_scores: bool) -> ForwardResult | str:
         why = _slower_mods(call, fixed)
     if why is None:
         tensors = Tensors.of(call, want_max_scores)
-        ready = _choose(call, tensors, fixed)
+        ready = _choose(call, tensors, fixed, given)
         keep(_ready, key, ready)
         return ready if isinstance(ready, str) else tensors.result()
     keep(_ready, key, why)
@@ -91,7 +92,7 @@ def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | 
     why = _not_here(call)
     if why is not None:
         return why
-    call = _finer(call)
+    given, call = call, finer(call)
     ready = _ready.get(_key(call, want_max_scores)[1])
     if isinstance(ready, str):
         return ready
@@ -111,11 +112,8 @@ def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | 
         tiles = counter_of(device)
         restart(stream, (*addresses, tiles.data_ptr()))
 
-    return ForwardAgain(call, tensors, start)
-
-
-def _finer(call: AttentionCall) -> AttentionCall:
-    return call
+    found = ForwardAgain(call, tensors, start)
+    return found if call is given else found.only_for(call)
 
 
 def _not_here(call: AttentionCall) -> str | None:
@@ -160,7 +158,8 @@ def _refusal(call: AttentionCall) -> str | None:
     if blocks is not None and not _forms(call):
         return (
             f"blocks of the mask are {blocks.q_block} x {blocks.kv_block} tokens; the kernels take "
-            f"blocks from 64 x 128 (64 x 64 for heads wider than 128)."
+            f"blocks from 64 x 128 (64 x 64 for heads wider than 128, and of a mask that looks up "
+            f"keys and has few blocks a row for those of 65 to 128)."
         )
     if _size_class(blocks) == 2:
         return "the mask has more live blocks than 32 bits count."
@@ -214,14 +213,17 @@ def has_first_numbers(call: AttentionCall) -> bool:
     return _first_numbers.setdefault(call.score.program.digest, numbers) == numbers
 
 
-def _choose(call: AttentionCall, tensors: Tensors, fixed: bool) -> _Ready | str:
+def _choose(
+    call: AttentionCall, tensors: Tensors, fixed: bool, given: AttentionCall
+) -> _Ready | str:
     """Launch with the first form that fits the device and keeps all values in registers; else with
-    the one that comes closest, unless another backend may do better."""
+    the one that comes closest, unless another backend may do better. given: the call before
+    short_rows.py, for its backward."""
     best: _Ready | None = None
     for form in _in_order(call, fixed):
         ready = prepare(call, tensors, form, fixed)
         if best is None and call.for_backward:
-            _compile_with_backward(ready, call, tensors)
+            _compile_with_backward(ready, call, tensors, given)
         try:
             _launch(ready, call, tensors)
         except OutOfResources:
@@ -237,7 +239,9 @@ def _choose(call: AttentionCall, tensors: Tensors, fixed: bool) -> _Ready | str:
     return best
 
 
-def _compile_with_backward(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
+def _compile_with_backward(
+    ready: _Ready, call: AttentionCall, tensors: Tensors, given: AttentionCall
+) -> None:
     """Compile the kernel and, beside it, what the gradients of its results will ask for."""
     from attnloom.backends.gluon import backward_ahead
 
@@ -248,7 +252,7 @@ def _compile_with_backward(ready: _Ready, call: AttentionCall, tensors: Tensors)
     counter = counter_of(call.query.device)
     job = Job([(ready.launch, _arguments(ready, call, tensors, counter))])
     job.read.wait()
-    backward_ahead.start(call, tensors.out, tensors.lse)
+    backward_ahead.start(given, tensors.out, tensors.lse)
     job.wait()
 
 
@@ -349,6 +353,8 @@ def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:
     blocks = call.blocks
     if blocks is None:
         return configs_forward.forms(*dims, None, pieces)
+    if has_short_rows(call):
+        return () if pieces else configs_forward.forms_of_short_rows(*dims)
     if blocks.q_block % ROWS:
         return ()
     found = configs_forward.forms(*dims, blocks.kv_block, pieces)

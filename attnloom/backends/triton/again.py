@@ -12,18 +12,21 @@ from attnloom.backends.registry import AttentionCall, ForwardResult, Gradients
 from attnloom.backends.triton import layouts
 from attnloom.backends.triton.fields import Tensors
 from attnloom.backends.triton.launcher import is_watched, stream_of
+from attnloom.backends.triton.lists import is_capturing
 from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import BoundProgram
 
 _ALIGNMENT = 16
 # A stream, and the addresses of query, key, value, captured tensors, out, lse and max_scores.
 Starter = Callable[[int, tuple[int, ...]], None]
+# Captured tensors: place, object and version.
+_Known = tuple[tuple[int, weakref.ref[torch.Tensor], int], ...]
 
 
 class ForwardAgain:
     """See `registry.ForwardAgain`: allocates results, looks at addresses, starts."""
 
-    __slots__ = ("_device", "_narrow", "_out", "_rows", "_start", "_want_max")
+    __slots__ = ("_device", "_narrow", "_of_mask", "_out", "_rows", "_start", "_want_max")
 
     def __init__(self, call: AttentionCall, tensors: Tensors, start: Starter) -> None:
         self._start = start
@@ -31,6 +34,15 @@ class ForwardAgain:
         self._out, self._rows = _blank(tensors.out), _blank(tensors.lse)
         self._want_max = tensors.max_scores is not None
         self._narrow = _narrow(call)
+        self._of_mask: _Known = ()
+
+    def only_for(self, call: AttentionCall) -> ForwardAgain | None:
+        """See `BackwardAgain`; nor while a graph is recorded, which asks nobody at replay."""
+        found = _of_mask(call)
+        if found is None:
+            return None
+        self._of_mask = found
+        return self
 
     def __call__(
         self,
@@ -44,6 +56,8 @@ class ForwardAgain:
             addresses += [t.data_ptr() for t in tensors]
         device = self._device
         if not _as_expected(addresses, device) or not _still(self._narrow, tensors):
+            return None
+        if self._of_mask and (_differ(self._of_mask, tensors) or is_capturing(query)):
             return None
         out, lse = torch.empty_like(self._out), torch.empty_like(self._rows)
         max_scores = torch.empty_like(self._rows) if self._want_max else None
@@ -67,7 +81,7 @@ class BackwardAgain:
         results = (operands.dq, operands.dk, operands.dv)
         self._blanks = tuple(_blank(t) for t in (*results, *buffers))
         self._narrow = _narrow(call)
-        self._of_mask: tuple[tuple[int, weakref.ref[torch.Tensor], int], ...] = ()
+        self._of_mask: _Known = ()
         self._no_captured = () if call.score is None else (None,) * len(call.score.tensors)
 
     @staticmethod
@@ -84,14 +98,10 @@ class BackwardAgain:
 
     def only_for(self, call: AttentionCall) -> BackwardAgain | None:
         """The same, for the tensors of this call's mask, as long as they hold what they hold."""
-        assert call.mask is not None
-        tensors = call.mask.tensors
-        if any(t.is_inference() for t in tensors):
-            return None  # writes to them are not counted
-        first = 0 if call.score is None else len(call.score.tensors)
-        self._of_mask = tuple(
-            (first + i, weakref.ref(t), t._version) for i, t in enumerate(tensors)
-        )
+        found = _of_mask(call)
+        if found is None:
+            return None
+        self._of_mask = found
         return self
 
     def __call__(
@@ -104,9 +114,8 @@ class BackwardAgain:
         device = self._device
         if not _as_expected(addresses, device) or not _still(self._narrow, tensors):
             return None
-        for place, known, version in self._of_mask:
-            if known() is not tensors[place] or tensors[place]._version != version:
-                return None
+        if _differ(self._of_mask, tensors):
+            return None
         fresh = [torch.empty_like(blank) for blank in self._blanks]
         places = (*addresses, *[t.data_ptr() for t in fresh])
         stream = stream_of(device)
@@ -123,6 +132,23 @@ def _as_expected(addresses: Sequence[int], device: int) -> bool:
     for address in addresses:
         bits |= address
     return not (bits % _ALIGNMENT or torch._C._cuda_getDevice() != device or is_watched())
+
+
+def _of_mask(call: AttentionCall) -> _Known | None:
+    """Where its tensors are among the captured ones; None if writes to one are not counted."""
+    assert call.mask is not None
+    tensors = call.mask.tensors
+    if any(t.is_inference() for t in tensors):
+        return None
+    first = 0 if call.score is None else len(call.score.tensors)
+    return tuple((first + i, weakref.ref(t), t._version) for i, t in enumerate(tensors))
+
+
+def _differ(known: _Known, tensors: tuple[torch.Tensor, ...]) -> bool:
+    return any(
+        ref() is not tensors[place] or tensors[place]._version != version
+        for place, ref, version in known
+    )
 
 
 _Narrow = tuple[tuple[int, bool], ...]

@@ -1,9 +1,10 @@
-"""Smaller blocks, for the backward of masks whose rows have few.
+"""Smaller blocks, for masks whose rows have few.
 
 Where a row of blocks holds a handful of live ones, many are partial, and many scores in those are
 masked: of the 128 x 128 blocks of twelve documents, blocks of 64 x 64 keep 71% at 2,048 tokens and
-85% at 8,192. The kernels of the backward lose little with tiles of 64 (docs/log.md); the forward
-computes the given blocks, since a tile of 128 rows shares its keys.
+85% at 8,192. The kernels of the backward lose little with tiles of 64 (docs/log.md), and so do
+programs of gluon/short_rows.py; any other forward computes the given blocks, since a tile of 128
+rows shares its keys.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from attnloom.ir.node import BoundProgram
 from attnloom.masking.refine import refine, tells_apart
 
 SIDES = (64, 64)  # queries and keys
-# Below it a launch takes longer than the kernel does.
-_SHORTEST = 1024
 # Live blocks a row at most, on average, and blocks in all (each is evaluated once).
 FEW_BLOCKS = 6
 _MOST_BLOCKS = 1 << 14
@@ -35,7 +34,7 @@ _cache: dict[tuple[object, ...], BlockLists | None] = {}
 def refined(call: AttentionCall) -> AttentionCall:
     """The call with blocks of SIDES where that leaves out enough; computed once a mask."""
     blocks, mask = call.blocks, call.mask
-    if blocks is None or mask is None or not call.query.is_cuda or not _has_few(blocks):
+    if blocks is None or mask is None or not call.query.is_cuda or not has_few(blocks):
         return call
     key = (
         id(blocks.row_offsets),
@@ -58,7 +57,8 @@ def refined(call: AttentionCall) -> AttentionCall:
     return call if found is None else replace(call, blocks=found)
 
 
-def _has_few(blocks: BlockLists) -> bool:
+def has_few(blocks: BlockLists) -> bool:
+    """Whether smaller blocks may be worth it, by what the host knows."""
     rows, live = blocks.row_offsets.numel() - 1, blocks.entries.numel()
     given = blocks.q_block, blocks.kv_block
     smaller = given != SIDES and all(g >= side for g, side in zip(given, SIDES, strict=True))
