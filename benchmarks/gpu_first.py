@@ -1,6 +1,10 @@
 """First calls on a CUDA device, each in a process of its own: empty caches, then what that left.
 
-python -m benchmarks.gpu_first CASE CONTENDER BACKWARD  (one process; prints milliseconds)
+python -m benchmarks.gpu_first CASE CONTENDER KIND  (one process; prints milliseconds)
+python -m benchmarks.gpu_first CASE CONTENDER KIND 40  (and before them the 40 functions that took
+    longest, which takes longer: cProfile's account of the calling thread)
+
+KIND is `call` or `step`.
 
 torch's own first use of the device, of a matrix product and of the autograd engine come before the
 clock starts, and so does that of `backward(gradient)`: it imports sympy, once a process, which took
@@ -10,7 +14,10 @@ the device is done; the mask is built before.
 
 from __future__ import annotations
 
+import contextlib
+import cProfile
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -68,7 +75,7 @@ def _cold_and_warm(key: str, contender: str, kind: str) -> tuple[float, float]:
     return float(cold.stdout.split()[-1]), float(warm.stdout.split()[-1])
 
 
-def main(key: str, contender: str, kind: str) -> None:
+def main(key: str, contender: str, kind: str, functions: str = "0") -> None:
     """Print the milliseconds of one first call or first training step."""
     case = CASES[key]
     inputs = [x.requires_grad_(kind == "step") for x in case.inputs()]
@@ -79,12 +86,19 @@ def main(key: str, contender: str, kind: str) -> None:
     assert attention is not None
     dout = torch.randn_like(inputs[0])
     torch.cuda.synchronize()
+    profile = cProfile.Profile() if int(functions) else contextlib.nullcontext()
     start = time.perf_counter()
-    out = attention(*inputs)
-    if kind == "step":
-        out.backward(dout)
-    torch.cuda.synchronize()
-    print((time.perf_counter() - start) * 1e3)
+    with profile:
+        out = attention(*inputs)
+        if kind == "step":
+            out.backward(dout)
+        torch.cuda.synchronize()
+    taken = time.perf_counter() - start
+    if isinstance(profile, cProfile.Profile):
+        table = pstats.Stats(profile)
+        for order in ("cumulative", "tottime"):
+            table.sort_stats(order).print_stats(int(functions))
+    print(taken * 1e3)
 
 
 if __name__ == "__main__":

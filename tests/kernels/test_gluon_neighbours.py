@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -56,7 +57,35 @@ def test_a_shared_device_is_warned_of_once(
     with caplog.at_level(logging.WARNING, "attnloom"):
         for _ in range(3):
             neighbours.warn_of_neighbours(torch.device("cuda:0"))
+        _wait()
     neighbours.warn_of_neighbours.cache_clear()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == processes - 1
     assert all("2 processes compute on cuda:0" in line for line in said)
+
+
+def test_the_first_call_does_not_wait_for_the_library(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+
+    def library() -> Library:
+        assert answers.wait(60)
+        return Library(2)
+
+    monkeypatch.setattr(neighbours, "_library", library)
+    monkeypatch.setattr(neighbours, "_uuid_of", lambda device: "GPU-1234")
+    neighbours.warn_of_neighbours.cache_clear()
+    with caplog.at_level(logging.WARNING, "attnloom"):
+        neighbours.warn_of_neighbours(torch.device("cuda:0"))
+        assert not caplog.records
+        answers.set()
+        _wait()
+    neighbours.warn_of_neighbours.cache_clear()
+    assert len(caplog.records) == 1
+
+
+def _wait() -> None:
+    for thread in threading.enumerate():
+        if thread.name == neighbours.THREAD:
+            thread.join(60)

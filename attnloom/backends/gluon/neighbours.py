@@ -1,7 +1,8 @@
 """A warning where other processes compute on the same GPU.
 
 Kernels that are interrupted in favour of another process were seen to lose tiles (docs/log.md,
-2026-11-30). The driver's management library counts the processes; without it nothing is said.
+2026-11-30). The driver's management library counts the processes; without it nothing is said. It is
+asked in a thread, since its start would be part of a process's first call.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 
 import torch
 
+THREAD = "attnloom looks for neighbours"
 _log = logging.getLogger("attnloom")
 _LIBRARY = "libnvidia-ml.so.1"
 _SUCCESS, _TOO_FEW_PLACES = 0, 7
@@ -20,7 +23,11 @@ _SUCCESS, _TOO_FEW_PLACES = 0, 7
 @functools.cache
 def warn_of_neighbours(device: torch.device) -> None:
     """Say once that a device is shared, the first time that it is used."""
-    count = num_processes(_uuid_of(device))
+    threading.Thread(target=_look, args=(device, _uuid_of(device)), name=THREAD).start()
+
+
+def _look(device: torch.device, uuid: str) -> None:
+    count = num_processes(uuid)
     if count is not None and count > 1:
         _log.warning(
             "%d processes compute on %s. Where they take turns, Hopper kernels that are "

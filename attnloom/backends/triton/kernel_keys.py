@@ -30,9 +30,10 @@ from typing import Any
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from attnloom.backends.triton import sources
 from attnloom.backends.triton.installation import gluon_digest
 
-_OURS = ("attnloom.", "attnloom_fragment_")
+sources.install()
 _GLUON = "triton.experimental"
 _CONSTANTS = (bool, int, float, str)
 # Before any module of kernels, all of which import this one, was read. File systems are a little
@@ -83,7 +84,7 @@ def _reached(first: str) -> str:
 def _unchanged(name: str) -> str:
     """The name of a module of ours whose file is as it was when this process began."""
     module = sys.modules.get(name)
-    if module is None or not name.startswith(_OURS):
+    if module is None or not name.startswith(sources.OURS):
         raise _UnknownSourceError
     spec = module.__spec__
     if isinstance(getattr(spec, "loader", None), SourceFileLoader):
@@ -117,7 +118,7 @@ def _leads_to(value: object) -> str:
     """The module that has a part in kernels by this value; "" for what has none, or is part of
     Triton's digest of itself."""
     name = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
-    if name.startswith(_OURS):
+    if name.startswith(sources.OURS):
         return name
     if name.startswith(_GLUON):
         return _GLUON
