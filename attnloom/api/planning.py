@@ -84,7 +84,8 @@ def plan_launch(
         _after_passes(score, options, "score"),
         _after_passes(mask, options, "mask"),
     )
-    for candidate in candidates(options, query.device.type, _has_compiler()):
+    device = query.device.type
+    for candidate in candidates(options, device, device == "cpu" and _has_compiler()):
         plan = KernelPlan(problem, candidate.backend, *programs)
         backend = registry.load(candidate.backend)
         launch, tensors = _launch((plan, backend), score, mask, blocks, scale, table)

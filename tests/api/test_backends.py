@@ -99,3 +99,13 @@ def test_a_device_without_kernels_of_its_own_gets_a_warning():
 def test_cpu_kernels_refuse_other_devices():
     with pytest.raises(UnsupportedError, match="backend 'cpu' runs on CPU tensors"):
         candidates(KernelOptions(backend="cpu"), "cuda", True)
+
+
+def test_other_devices_do_not_ask_for_a_compiler(monkeypatch):
+    def asked():
+        raise AssertionError("a problem of no CPU asked for a compiler")
+
+    monkeypatch.setattr(toolchain, "available", asked)
+    inputs = tuple(x.to("meta") for x in qkv())
+    launch, _ = planning.plan_launch(inputs, None, None, None, 1.0, KernelOptions())
+    assert launch.plan.backend == "tiled"
