@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 
 import torch
 
+from attnloom.backends.collecting import uncollected
 from attnloom.ir.node import BoundProgram
 from attnloom.masking.build import register_builder
 from attnloom.masking.lists import BlockLists, TileGrid
@@ -22,9 +24,16 @@ def _build_with_triton(
 ) -> BlockLists | None:
     if not _has_triton():
         return None
+    _import_kernels()
     from attnloom.backends.triton import mask_lists
 
     return mask_lists.build(bound, grid, device, separate_full)
+
+
+@functools.cache
+def _import_kernels() -> None:
+    with uncollected():
+        importlib.import_module("attnloom.backends.triton.mask_lists")
 
 
 @functools.cache

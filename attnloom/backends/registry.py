@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from attnloom.backends.collecting import uncollected
 from attnloom.block_mask import BlockLists
 from attnloom.ir.node import BoundProgram
 from attnloom.paged.table import PageTable
@@ -168,4 +169,5 @@ BACKENDS: dict[str, tuple[str, str]] = {
 def load(name: str) -> Backend:
     """The one instance of a backend of BACKENDS; KeyError if there is no such backend."""
     module, cls = BACKENDS[name]
-    return getattr(importlib.import_module(module), cls)()
+    with uncollected():
+        return getattr(importlib.import_module(module), cls)()

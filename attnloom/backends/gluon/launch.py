@@ -7,10 +7,13 @@ the Triton backend then runs that call; a backend chosen by name refuses it.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 
 import torch
 
+from attnloom.backends.collecting import uncollected
 from attnloom.backends.gluon import gate
 from attnloom.backends.gluon.neighbours import warn_of_neighbours
 from attnloom.backends.registry import (
@@ -34,7 +37,10 @@ class GluonBackend:
     name = "gluon"
 
     def unsupported(self, call: AttentionCall) -> str | None:
-        return gate.refusal(call)
+        why = gate.refusal(call)
+        if why is None:
+            _import_kernels()
+        return why
 
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
         from attnloom.backends.gluon import launch_forward
@@ -100,3 +106,9 @@ class GluonBackend:
             _said.add(why)
             _log.info("backend 'gluon' cannot run this: %s The next backend runs it.", why)
         return load("triton")
+
+
+@functools.cache
+def _import_kernels() -> None:
+    with uncollected():
+        importlib.import_module("attnloom.backends.gluon.launch_forward")

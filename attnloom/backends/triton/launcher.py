@@ -15,6 +15,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
+from attnloom.backends.collecting import uncollected
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.binaries import binaries_alone
 from attnloom.backends.triton.config import KernelConfig, value_of
@@ -159,7 +160,7 @@ class Launcher:
         operands, others = args[: self._num_operands], args[self._num_operands :]
         args = (*(_anywhere(operands) if self._anywhere else operands), *_alike(others))
         give_key(self.kernel)
-        with hashed_once(), binaries_alone():
+        with hashed_once(), binaries_alone(), uncollected():
             return self.kernel.run(
                 *args, self.config, grid=(self.grid,), warmup=True, **self.options
             )
