@@ -146,15 +146,16 @@ class Backward:
         own = self.world.own
         own.log, own.which, own.stores = [], which, []
         scales, sizes = (1.0, 1.0, 1.0), (Int(0), Int(0), Int(0))
-        run(mem, None, mine, None, ("dk", "dv"), ((), (), ()), scales, sizes, which, self.cfg)
+        run(mem, None, mine, ("dq",), ("dk", "dv"), ((), (), ()), scales, sizes, which, self.cfg)
         if own.stores:
             raise ProtocolError("the program ends before its results have left")
         queries = [("q", b, h, row, 0) for _, b, h, row, _ in self.steps]
         gradients = [("do", b, h, row, 0) for _, b, h, row, _ in self.steps]
-        rows = [tile * 2 * HALF + which * HALF for tile, *_ in self.steps]
+        keys = [(*self._key_head(b, h), tile * 2 * HALF + which * HALF, 0)
+                for tile, b, h, _, _ in self.steps]  # fmt: skip
         wanted = {
-            "scores": [[("k", 0, 1, row, 0), q] for row, q in zip(rows, queries, strict=True)],
-            "dp": [[("v", 0, 1, row, 0), g] for row, g in zip(rows, gradients, strict=True)],
+            "scores": [[("k", *key), q] for key, q in zip(keys, queries, strict=True)],
+            "dp": [[("v", *key), g] for key, g in zip(keys, gradients, strict=True)],
             "dv": [[g] for g in gradients],
             "dk": [[q] for q in queries],
         }
@@ -168,9 +169,13 @@ class Backward:
             if found[name] != reads:
                 raise ProtocolError(f"{name} of consumer {which} used {found[name][:3]}")
 
+    def _key_head(self, b: int, h: int) -> tuple[int, int]:
+        """Batch entry and head of the keys that a query head reads."""
+        return 0, 1
+
     def _own_queries(self, run: Callable[..., Any], mem: Any, mine: Any) -> None:
         self.world.own.log, self.world.own.which = [], 0
-        run(mem, None, mine, None, self.cfg)
+        run(mem, None, mine, ("dq",), self.cfg)
 
     def names(self) -> dict[str, Any]:
         """What the functions' modules hold in place of the language's."""
@@ -204,6 +209,8 @@ class Backward:
             "subtrahend": lambda less, *_: less,
             "exp2_fast": lambda x: x,
             "masked": lambda p, *_: p,
+            "hidden": lambda s, *_: s,
+            "rows_ahead": lambda *_: (Nothing(),),
             "weighted": lambda p, *_: p,
             "dscores": lambda weight, dp, rest, sums, *_: (weight, sums),
             "async_store": self._store,

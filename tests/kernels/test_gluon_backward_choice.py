@@ -194,6 +194,59 @@ def test_values_wider_than_192_are_portable() -> None:
     assert not takes_wide(make_call(192, Dv=200))
 
 
+DOCUMENTS = torch.arange(2048) * 12 // 2048
+
+
+def documents(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx])
+
+
+def packed(
+    heads: int = 16, heads_kv: int = 16, mask_mod: Any = documents, block: Any = 128, **others: Any
+) -> AttentionCall:
+    """16 batch entries of 2,048 tokens."""
+    query = torch.empty(16, heads, 2048, 128, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(16, heads_kv, 2048, 128, dtype=torch.bfloat16, device="meta")
+    blocks = attnloom.create_block_mask(mask_mod, None, None, 2048, 2048, "cpu", BLOCK_SIZE=block)
+    found = AttentionCall(
+        query, key, key, None, trace_mask(mask_mod, CPU), blocks.lists(), 0.125, KernelOptions()
+    )
+    return replace(found, **others)
+
+
+def is_swept(call: AttentionCall) -> bool:
+    from attnloom.backends.gluon import ready_backward
+
+    with device_is("sm_90"):
+        return ready_backward._form_of(call).sweeps
+
+
+def test_short_documents_are_swept_and_repeat() -> None:
+    assert is_swept(packed())
+    assert why(packed(options=KernelOptions(deterministic=True))) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask_mod": causal},
+        {"heads_kv": 4},
+        {"heads": 9, "heads_kv": 9},
+        {"block": (128, 256)},
+        {"score": trace_score(softcap, DType.F32, CPU)},
+        {"scale": -1.0},
+        {"blocks": None},
+        {"mask": None},
+    ],
+    ids=[
+        "many keys a query", "keys of several heads", "processors without a head", "large blocks",
+        "score_mod", "scores that do not fold", "no lists", "no mask",
+    ],
+)  # fmt: skip
+def test_other_problems_are_not_swept(given: Any) -> None:
+    assert not is_swept(packed(**given))
+
+
 def test_heads_in_use_have_the_forms_that_were_timed() -> None:
     from attnloom.backends.gluon import configs_backward, launch_wide
 

@@ -16,7 +16,13 @@ if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
     pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
 
 # ruff: noqa: E402
-from attnloom.backends.gluon import configs_backward, launch_backward, launch_wide, ready_backward
+from attnloom.backends.gluon import (
+    configs_backward,
+    launch_backward,
+    launch_wide,
+    ready_backward,
+    swept_choice,
+)
 from attnloom.backends.registry import AttentionCall
 from tests.kernels.cross_compile import TARGETS, Compiled, compile_for, device_is
 from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon
@@ -72,6 +78,20 @@ def test_causal(head_dim: int) -> None:
     assert "red.relaxed.gpu.global.add.v4.f32" in main.text
     for name in ("prepare_kernel", "finish_kernel"):
         assert made[name].spills == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sums_of_dq_that_programs_keep_are_not_added_to_in_memory(head_dim: int) -> None:
+    call = make_call(head_dim, mask_mod=causal, q_len=2048, kv_len=2048)
+    with mock.patch.object(swept_choice, "sweeps", lambda call: True):
+        made = compiled(call)
+    main = made["backward_kernel"]
+    assert not main.serialised
+    assert main.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert main.spills <= 4 * launch_backward.FEW_SPILLS
+    assert "red.relaxed" not in main.text
+    assert "st.global.cg.v4.f32" in main.text
+    assert "finish_kernel" not in made
 
 
 def compiled_wide(call: AttentionCall) -> dict[str, Any]:

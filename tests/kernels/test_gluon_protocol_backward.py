@@ -22,7 +22,8 @@ def form(**changed: Any) -> SimpleNamespace:
         HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=True, MAY_MASK=True, NEEDS_QUERIES=True,
         PANELS=1, VALUE_PANELS=1, STEPS_PAST_END=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
-        FOLD=False, PREFETCH=False,
+        FOLD=False, PREFETCH=False, SWEEPS=False, ROWS_APART=False, MASK_FIRST=False,
+        LEAVES_LATE=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -48,6 +49,8 @@ FORMS = {
     "wide, tiles drawn": form(**DRAWN),
     "wide, tiles drawn, by head": form(BY_HEAD=True, **DRAWN),
     "wide, tiles drawn, one list": form(SAME_LISTS=True, **DRAWN),
+    "wide, tiles drawn, late": form(LEAVES_LATE=True, **DRAWN),
+    "narrow, tiles drawn, late": form(DQ_APART=True, LEAVES_LATE=True, **DRAWN),
     "narrow, tiles drawn": form(DQ_APART=True, **DRAWN),
     "narrow, tiles drawn, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **DRAWN),
     "no mask": form(

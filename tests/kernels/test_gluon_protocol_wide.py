@@ -22,7 +22,8 @@ def form(**changed: Any) -> SimpleNamespace:
         TILE_M=TILE_M, STAGES=2, LOG_STAGES=1, D=4, DV=4, PANELS=3, VALUE_PANELS=2, OPERAND=None,
         SUB=2, TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_MASK=True, HAS_TAIL=True,
         MAY_MASK=True, NEEDS_QUERIES=True, BY_HEAD=False, FOLD=False, PERSISTENT=False,
-        KV_STAGES=1, STEPS_PAST_END=False, DQ_APART=False,
+        KV_STAGES=1, STEPS_PAST_END=False, DQ_APART=False, SWEEPS=False,
+        ROWS_APART=False, MASK_FIRST=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg

@@ -1,6 +1,6 @@
 """Before and after the main kernel of the backward, in portable Triton.
 
-    prepare_kernel   row statistics, and zeros where dq will be added up
+    prepare_kernel   row statistics, and zeros where dq will be added up, or where nobody writes it
     finish_kernel    dq from there to its tensor, scaled
 
 Memory of dq: [lines, WIDTH] float32, TILE_M lines a tile, a tile in the order in which the lanes of
@@ -15,10 +15,11 @@ from attnloom.backends.triton.device_math import LOG2_E, whole, whole32
 from attnloom.backends.triton.tiles import load_tile
 
 
-@triton.jit(do_not_specialize=["shape", "strides"])
-def prepare_kernel(out, dout, dlse, lse, stats, dq_sum, shape, strides, cfg: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "shape", "strides"])
+def prepare_kernel(out, dout, dlse, lse, stats, dq_sum, rows, shape, strides, cfg: tl.constexpr):
     """One tile of one head, the last program the spare one. shape = (Hq, Q_LEN, PITCH, B * Hq);
-    strides of out, dout. stats: [2, lines], lse_log2 and delta."""
+    strides of out, dout. stats: [2, lines], lse_log2 and delta. SWEEPS: dq_sum is dq, rows =
+    (offsets of rows of the mask, batch step, head step, blocks of a head)."""
     heads, q_len, pitch = whole32(shape, 0), whole32(shape, 3), whole32(shape, 6)
     num_heads = whole32(shape, 9)
     M: tl.constexpr = cfg.TILE_M
@@ -46,8 +47,26 @@ def prepare_kernel(out, dout, dlse, lse, stats, dq_sum, shape, strides, cfg: tl.
     tl.store(stats + line, tl.where(natural == float("-inf"), float("inf"), natural * LOG2_E))
     lines = (num_heads.to(tl.int64) * tiles + 1) * M
     tl.store(stats + lines + line, delta)
-    start = dq_sum + pid.to(tl.int64) * (M * cfg.WIDTH)
-    tl.store(start + tl.arange(0, M * cfg.WIDTH), tl.zeros([M * cfg.WIDTH], tl.float32))
+    if cfg.SWEEPS:
+        _clear_dead(dq_sum, rows, (b, h, bh, row, q_len), cfg)
+    else:
+        start = dq_sum + pid.to(tl.int64) * (M * cfg.WIDTH)
+        tl.store(start + tl.arange(0, M * cfg.WIDTH), tl.zeros([M * cfg.WIDTH], tl.float32))
+
+
+@triton.jit
+def _clear_dead(dq, rows, place, cfg: tl.constexpr):
+    """Zeros for queries of a block that no key tile visits. dq: contiguous."""
+    b, h, bh, row, q_len = place
+    block = row // (cfg.TILE_M * cfg.PER_BLOCK)
+    unit = b * whole32(rows, 1) + h * whole32(rows, 4)
+    offsets = rows[0] + unit * whole32(rows, 7) + block
+    if tl.load(offsets) == tl.load(offsets + 1):
+        r = tl.arange(0, cfg.TILE_M)[:, None]
+        c = tl.arange(0, cfg.WIDTH)[None, :]
+        start = dq + (bh.to(tl.int64) * q_len + row) * cfg.D
+        zeros = tl.zeros([cfg.TILE_M, cfg.WIDTH], dq.dtype.element_ty)
+        tl.store(start + (r * cfg.D + c), zeros, mask=(row + r < q_len) & (c < cfg.D))
 
 
 @triton.jit(do_not_specialize=["shape"])

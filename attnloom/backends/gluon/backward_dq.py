@@ -18,42 +18,46 @@ from attnloom.backends.gluon.backward_shared import (
     keys_slot,
     placed,
 )
+from attnloom.backends.gluon.backward_sweep import leave_dq, sums_so_far
 from attnloom.backends.gluon.rings import get
 
 
 @gluon.jit
-def start_dq(mem, n, kv, which, cfg: gl.constexpr):
+def start_dq(mem, n, kv, sums, which, cfg: gl.constexpr):
     """dscore . k of a step over both halves of the keys, which lie at kv and kv + 1: two products.
-    DQ_APART: all columns, otherwise the which-th half of them."""
+    sums: what SWEEPS adds them to. DQ_APART: all columns, otherwise the which-th half of them."""
     if cfg.DQ_APART:
-        return _start_dq_columns(mem, n, kv, 0, cfg)
+        return _start_dq_columns(mem, n, kv, sums, 0, cfg)
     else:
         # where columns begin is a constant; the branch is gone once `which` is one
         if which == 0:
-            dq = _start_dq_columns(mem, n, kv, 0, cfg)
+            dq = _start_dq_columns(mem, n, kv, sums, 0, cfg)
         else:
-            dq = _start_dq_columns(mem, n, kv, 1, cfg)
+            dq = _start_dq_columns(mem, n, kv, sums, 1, cfg)
         return dq
 
 
 @gluon.jit
-def _start_dq_columns(mem, n, kv, HALF_OF_THEM: gl.constexpr, cfg: gl.constexpr):
+def _start_dq_columns(mem, n, kv, sums, HALF_OF_THEM: gl.constexpr, cfg: gl.constexpr):
     WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
     k0, k1 = mem.k.index(kv), mem.k.index(kv + 1)
     if not cfg.DQ_APART:
         k0 = k0.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
         k1 = k1.slice(HALF_OF_THEM * WIDTH, WIDTH, dim=1)
-    return dq_product(mem, n, k0, k1, WIDTH, cfg)
+    return dq_product(mem, n, k0, k1, sums, WIDTH, cfg)
 
 
 @gluon.jit
-def dq_product(mem, n, k0, k1, WIDTH: gl.constexpr, cfg: gl.constexpr):
+def dq_product(mem, n, k0, k1, sums, WIDTH: gl.constexpr, cfg: gl.constexpr):
     """dscore . k of a step over both halves of the keys, WIDTH columns of them: two products."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     slot = n & 1
     ds0, ds1 = mem.ds.index(slot * 2), mem.ds.index(slot * 2 + 1)
-    acc = gl.zeros([cfg.TILE_M, WIDTH], gl.float32, L)
-    dq = warpgroup_mma(ds0.permute((1, 0)), k0, acc, use_acc=False, is_async=True)
+    if cfg.SWEEPS:
+        dq = warpgroup_mma(ds0.permute((1, 0)), k0, sums, is_async=True)
+    else:
+        acc = gl.zeros([cfg.TILE_M, WIDTH], gl.float32, L)
+        dq = warpgroup_mma(ds0.permute((1, 0)), k0, acc, use_acc=False, is_async=True)
     return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
 
 
@@ -85,17 +89,36 @@ def add_dq(dq_ptr, places, line, dq, cfg: gl.constexpr):
 
 
 @gluon.jit
-def add_late_dq(mem, n, live, line, dq_ptr, places, kv, which, cfg: gl.constexpr):
-    """dq of step n, if there is one (live), from start to end."""
-    mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1, pred=live)
-    dq = warpgroup_mma_wait(0, [start_dq(mem, n, kv, which, cfg)])
-    mbarrier.arrive(mem.ds_empty.index(n & 1), pred=live)
-    if live:
-        add_dq(dq_ptr, places, line, dq, cfg)
+def sums_before(dq_to, places, line, cfg: gl.constexpr):
+    """What a step's dq is added to in registers; SWEEPS. Asked for before it is needed."""
+    if cfg.SWEEPS:
+        return sums_so_far(dq_to, places, line, cfg.D if cfg.DQ_APART else cfg.D // 2, cfg)
+    else:
+        return 0
 
 
 @gluon.jit
-def _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg: gl.constexpr):
+def done_dq(dq_to, places, line, dq, which, cfg: gl.constexpr):
+    """dq of a step to memory."""
+    if cfg.SWEEPS:
+        leave_dq(dq_to, places, line, dq, which * (cfg.D // 2), cfg)
+    else:
+        add_dq(dq_to[0], places, line, dq, cfg)
+
+
+@gluon.jit
+def add_late_dq(mem, n, live, line, dq_to, places, kv, which, cfg: gl.constexpr):
+    """dq of step n, if there is one (live), from start to end."""
+    sums = sums_before(dq_to, places, line, cfg)
+    mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1, pred=live)
+    dq = warpgroup_mma_wait(0, [start_dq(mem, n, kv, sums, which, cfg)])
+    mbarrier.arrive(mem.ds_empty.index(n & 1), pred=live)
+    if live:
+        done_dq(dq_to, places, line, dq, which, cfg)
+
+
+@gluon.jit
+def _queries_of_tile(mem, dq_to, places, total, num, n, cfg: gl.constexpr):
     """dq of the steps of a program's num-th tile, the first of which is number n; the number after
     the last."""
     slot = keys_slot(num, cfg)
@@ -104,15 +127,16 @@ def _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg: gl.constexpr):
     for _ in range(0, total):
         mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1)
         line = get(mem.lines.index(n & (LINES - 1)))
-        dq = warpgroup_mma_wait(0, [start_dq(mem, n, slot * 2, 0, cfg)])
+        sums = sums_before(dq_to, places, line, cfg)
+        dq = warpgroup_mma_wait(0, [start_dq(mem, n, slot * 2, sums, 0, cfg)])
         mbarrier.arrive(mem.ds_empty.index(n & 1))
-        add_dq(dq_ptr, places, line, dq, cfg)
+        done_dq(dq_to, places, line, dq, 0, cfg)
         n += 1
     return n
 
 
 @gluon.jit
-def own_queries(mem, plan, mine, dq_ptr, cfg: gl.constexpr):
+def own_queries(mem, plan, mine, dq_to, cfg: gl.constexpr):
     """The partition of dq, if it has one."""
     places = dq_places(0, cfg.D, cfg)
     if cfg.PERSISTENT:
@@ -122,10 +146,10 @@ def own_queries(mem, plan, mine, dq_ptr, cfg: gl.constexpr):
         tile, _, _, total = job_of(mem, 0)
         while tile >= 0:
             done_with_job(mem, num)
-            n = _queries_of_tile(mem, dq_ptr, places, total, num, n, cfg)
+            n = _queries_of_tile(mem, dq_to, places, total, num, n, cfg)
             num += 1
             wait_for_job(mem, num)
             tile, _, _, total = job_of(mem, num)
     else:
         total = all_steps(placed(plan, mine, cfg), cfg)
-        _queries_of_tile(mem, dq_ptr, places, total, 0, bi.scalar(0, gl.int32), cfg)
+        _queries_of_tile(mem, dq_to, places, total, 0, bi.scalar(0, gl.int32), cfg)

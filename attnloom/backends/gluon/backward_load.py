@@ -20,11 +20,13 @@ from attnloom.backends.gluon.backward_shared import (
     placed,
     unit_of,
 )
+from attnloom.backends.gluon.backward_sweep import line_of
 from attnloom.backends.gluon.rings import box, phase_of, put, slot_of
 
 
 @gluon.jit
-def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg: gl.constexpr):
+def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, entry, partial, n, cfg: gl.constexpr):
+    """entry: of the lists, SWEEPS."""
     M: gl.constexpr = cfg.TILE_M
     slot, phase = slot_of(n, cfg), phase_of(n, cfg) ^ 1
     line = (b * at.heads + h) * at.pitch + row
@@ -33,7 +35,11 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg: gl.c
     full = mem.q_full.index(slot)
     mbarrier.wait(mem.q_empty.index(slot), phase)
     put(mem.tags.index(slot), row * 2 + partial)
-    put(mem.lines.index(n & (LINES - 1)), line)
+    if cfg.SWEEPS:
+        first_row = (b * at.heads + h) * at.q_len
+        put(mem.lines.index(n & (LINES - 1)), line_of(first_row, row, at.q_len, entry))
+    else:
+        put(mem.lines.index(n & (LINES - 1)), line)
     mbarrier.expect(full, M * cfg.PANELS * cfg.D * 2 + M * 4)
     for i in gl.static_range(cfg.PANELS):
         panel = box(mem.q.index(slot * cfg.PANELS + i), M, cfg.D, cfg)
@@ -86,12 +92,12 @@ def _load_steps(q_desc, do_desc, stats, mem, at, n, cfg: gl.constexpr):
                 row = ((entry >> 1) * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)) * cfg.TILE_M
                 partial = (entry & 1) | overhangs
                 entry = gl.load(at.entries + gl.minimum((t + 1) // cfg.SUB, last - 1))
-                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
+                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, 0, partial, n, cfg)
                 n += 1
         else:
             for row in range(0, at.q_len, cfg.TILE_M):
                 partial = 1 if cfg.HAS_MASK else overhangs
-                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, partial, n, cfg)
+                _load_step(q_desc, do_desc, stats, mem, at, b, h, row, 0, partial, n, cfg)
                 n += 1
     return n
 
@@ -104,11 +110,57 @@ def load_tile(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexpr
 
 
 @gluon.jit
+def _load_swept(q_desc, do_desc, stats, mem, at, ends, entry, n, cfg: gl.constexpr):
+    """All steps of a tile, the first of which is number n and has this entry; the number after the
+    last, and the entry of the next tile's first step. ends: of its entries, which those of the next
+    tile follow."""
+    overhangs = (at.start + KEYS > at.kv_len).to(gl.int32) if cfg.HAS_TAIL else 0
+    for t in range(ends[0] * cfg.SUB, ends[1] * cfg.SUB):
+        row = ((entry >> 3) * cfg.SUB + (t & (cfg.SUB - 1)).to(gl.int32)) * cfg.TILE_M
+        following = gl.load(at.entries + (t + 1) // cfg.SUB)
+        b, h, partial = at.b_kv, at.h_kv, (entry & 1) | overhangs
+        _load_step(q_desc, do_desc, stats, mem, at, b, h, row, entry, partial, n, cfg)
+        entry = following
+        n += 1
+    return n, entry
+
+
+@gluon.jit
+def _load_heads(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, counter, cfg: gl.constexpr):
+    """The producer of a program that draws heads: where entries end is asked for a tile ahead."""
+    num_tiles, heads, heads_kv = plan[0], plan[2], plan[3]
+    n = 0
+    num = 0
+    t = gl.atomic_add(counter, 1, sem="relaxed")
+    while t < heads:
+        b, h = t // heads_kv, t % heads_kv
+        at = placed(plan, (0, b, h), cfg)
+        edges = at.offsets + (b * at.step_b + h * at.step_h) * at.key_blocks
+        first, last = gl.load(edges), gl.load(edges + 1)
+        entry = gl.load(at.entries + first)
+        for tile in range(0, num_tiles):
+            after = gl.load(edges + gl.minimum(tile + 2, num_tiles))
+            at = placed(plan, (tile, b, h), cfg)
+            give_job(mem, num, tile, b, h, ((last - first) * cfg.SUB).to(gl.int32))
+            _load_keys(k_desc, v_desc, mem, at, num, cfg)
+            n, entry = _load_swept(q_desc, do_desc, stats, mem, at, (first, last), entry, n, cfg)
+            first, last = last, after
+            num += 1
+        t = gl.atomic_add(counter, 1, sem="relaxed")
+    give_job(mem, num, -1, 0, 0, 0)
+    if t == heads + gl.num_programs(0) - 1:
+        # the last draw of the launch puts the counter back
+        gl.store(counter, 0)
+
+
+@gluon.jit
 def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter, cfg: gl.constexpr):
     """The partition of the producer. mine: what `find_tile` found for a program that has one
     tile. PERSISTENT: tiles are drawn from a counter, each once all copies of the one before are
     asked for, which consumers are steps behind."""
-    if cfg.PERSISTENT:
+    if cfg.SWEEPS:
+        _load_heads(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, counter, cfg)
+    elif cfg.PERSISTENT:
         total = num_tiles_of(plan)
         n = 0
         num = 0

@@ -18,6 +18,7 @@ backward_shared.py and backends/triton/backward.py.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.backward_shared import HALF
 from attnloom.backends.gluon.builtins import exp2_fast
 from attnloom.backends.gluon.rings import get, slot_of
@@ -109,9 +110,35 @@ def queries_of(mem, slot, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
+def rows_ahead(context, row, q_offset, cfg: gl.constexpr):
+    """What the mask looks up by query, once a thread group: ROWS_APART. Asked for early."""
+    if cfg.ROWS_APART:
+        b, h, _, mask_ctx, _, _ = context
+        args, head, _ = mask_ctx
+        FEW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        q = gl.arange(0, cfg.TILE_M, FEW) + (row + q_offset)
+        return cfg.MASK_ROW(args, head, b, h, q)
+    else:
+        return (0,)
+
+
+@gluon.jit
+def hidden(s, context, rows, queries, keys, partial, numbers, cfg: gl.constexpr):
+    """Raw scores, those that the mask leaves out -inf; MASK_FIRST."""
+    if cfg.MASK_FIRST:
+        if partial:
+            _, _, kv_len, _, q_offset, kv_offset = numbers
+            s = masked(
+                s, float("-inf"), context, rows, queries, keys, (q_offset, kv_offset), kv_len, cfg
+            )
+    return s
+
+
+@gluon.jit
 def probabilities(
-    s, context, sinks, pieces, corner, mem, n, queries, keys, partial, numbers, cfg: gl.constexpr
-):
+    s, context, sinks, pieces, corner, mem, n, rows, queries, keys, partial, numbers,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """(p, as `modified`) of the raw scores of step n. numbers = (factor, base, KV_LEN, the
     consumer's first key, q_offset, kv_offset)."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
@@ -123,9 +150,9 @@ def probabilities(
         less = subtrahend(less, context, queries, first, base, cfg)
         exponent = exponent - less[None, :]
     p = exp2_fast(exponent)
-    if cfg.MAY_MASK:
+    if cfg.MAY_MASK and not cfg.MASK_FIRST:
         if partial:
-            p = masked(p, context, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+            p = masked(p, 0.0, context, rows, queries, keys, (q_offset, kv_offset), kv_len, cfg)
     return p, rest
 
 
@@ -150,16 +177,19 @@ def weighted(p, slope, cfg: gl.constexpr):
 
 
 @gluon.jit
-def masked(p, context, queries, keys, offsets, kv_len, cfg: gl.constexpr):
-    """p where the mask holds and keys exist, else 0. offsets: of the mask's positions."""
+def masked(p, less: gl.constexpr, context, rows, queries, keys, offsets, kv_len, cfg: gl.constexpr):
+    """p where the mask holds and keys exist, else `less`. offsets: of the mask's positions."""
     if cfg.HAS_MASK:
         b, h, _, mask_ctx, _, _ = context
         args, head, column = mask_ctx
         q, kv = queries + offsets[0], keys + offsets[1]
-        row = cfg.MASK_ROW(args, head, b, h, q)
-        p = gl.where(cfg.MASK_BODY(args, head, row, column, b, h, q, kv, 0), p, 0.0)
+        if cfg.ROWS_APART:
+            row = bi.laid_out(rows, queries.type.layout)
+        else:
+            row = cfg.MASK_ROW(args, head, b, h, q)
+        p = gl.where(cfg.MASK_BODY(args, head, row, column, b, h, q, kv, 0), p, less)
     if cfg.HAS_TAIL:
-        p = gl.where((keys < kv_len)[:, None], p, 0.0)
+        p = gl.where((keys < kv_len)[:, None], p, less)
     return p
 
 

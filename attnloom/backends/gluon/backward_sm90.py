@@ -14,6 +14,7 @@ reductions 5% (H200, D=128 and 64).
     PREFETCH   what single scores look up is loaded a step ahead, into registers
     PERSISTENT one program a processor draws tiles, and copies for the next one are under way while
                dk and dv leave; otherwise a program has one tile
+    SWEEPS     heads are drawn, whose dq a program sums by itself (backward_sweep.py)
 
 Glossary: backward_shared.py. Prefixes: p, ds as operands in registers.
 """
@@ -30,11 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.backward_dq import (
-    add_dq,
     add_late_dq,
+    done_dq,
     dq_places,
     own_queries,
     start_dq,
+    sums_before,
 )
 from attnloom.backends.gluon.backward_jobs import done_with_job, job_of, wait_for_job
 from attnloom.backends.gluon.backward_load import load_tiles
@@ -42,10 +44,12 @@ from attnloom.backends.gluon.backward_math import (
     contexts,
     dscores,
     first_sums,
+    hidden,
     less_delta,
     look_up,
     probabilities,
     queries_of,
+    rows_ahead,
     weighted,
 )
 from attnloom.backends.gluon.backward_products import give_ds, start_dp, start_scores
@@ -79,7 +83,7 @@ def _look_up_ahead(mem, n, live, context, first, cfg: gl.constexpr):
 
 @gluon.jit
 def _step(
-    state, n, ends, mem, context, dq_ptr, places, sinks, numbers, keys, kv, which,
+    state, n, ends, mem, context, dq_to, places, sinks, numbers, keys, kv, which,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """One step. state = (its raw scores, dk, dv, line of the step before, sums, pieces), and of the
@@ -99,13 +103,15 @@ def _step(
     corner = (row, first)
     if not cfg.PREFETCH:
         pieces = look_up(context, corner, cfg)
+    rows = rows_ahead(context, row, numbers[4], cfg)
+    s = hidden(s, context, rows, queries, keys, partial, numbers, cfg)
     mbarrier.wait(mem.do_full.index(slot), phase)
     dp = start_dp(mem, n, kv + which, L, cfg)
     if cfg.EARLY:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
     p, rest = probabilities(
-        s, context, sinks, pieces, corner, mem, n, queries, keys, partial, numbers, cfg
+        s, context, sinks, pieces, corner, mem, n, rows, queries, keys, partial, numbers, cfg
     )
     p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
     weight = weighted(p, rest, cfg)
@@ -144,25 +150,26 @@ def _step(
         # addition to memory runs under the next scores
         before = n - 1
         line = get(mem.lines.index(n & (LINES - 1)))
+        sums_of_dq = sums_before(dq_to, places, line_before, cfg)
         dv, p_left = warpgroup_mma_wait(1, [dv, p_left])
         mbarrier.arrive(mem.do_empty.index(slot))
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=line_before >= 0)
-        dq = start_dq(mem, before, kv, which, cfg)
+        dq = start_dq(mem, before, kv, sums_of_dq, which, cfg)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
         dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
         mbarrier.arrive(mem.q_empty.index(slot))
         dq = warpgroup_mma_wait(1, [dq])
         mbarrier.arrive(mem.ds_empty.index(before & 1), pred=line_before >= 0)
         if line_before >= 0:
-            add_dq(dq_ptr, places, line_before, dq, cfg)
+            done_dq(dq_to, places, line_before, dq, which, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
     return s_next, dk, dv, line, sums, following
 
 
 @gluon.jit
 def _keys_of_tile(
-    mem, at, total, num, n, dq_ptr, places, descs, mods, scales, sizes, which, cfg: gl.constexpr
+    mem, at, total, num, n, dq_to, places, descs, mods, scales, sizes, which, cfg: gl.constexpr
 ):
     """dk and dv of the program's num-th tile of `total` steps, the first of which is number n; the
     number after the last. descs: of dk and dv. mods = (arguments of score, of mask, sinks). sizes =
@@ -183,7 +190,12 @@ def _keys_of_tile(
     end = n + total
     mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
     mbarrier.wait(mem.q_full.index(slot_of(n, cfg)), phase_of(n, cfg), pred=total > 0)
-    s = warpgroup_mma_wait(0, [start_scores(mem, n, base, kv + which, L, cfg)])
+    s = start_scores(mem, n, base, kv + which, L, cfg)
+    if cfg.LEAVES_LATE:
+        if num > 0:
+            tma.store_wait(0)
+            done_with_job(mem, num - 1)
+    s = warpgroup_mma_wait(0, [s])
     line = -1
     for unit in range(0, parts_of(at, cfg)):
         b, h = unit_of(at, unit)
@@ -197,7 +209,7 @@ def _keys_of_tile(
         while n < stop:
             state = (s, dk, dv, line, sums, pieces)
             s, dk, dv, line, sums, pieces = _step(
-                state, n, (end, stop), mem, context, dq_ptr, places, sinks, numbers, keys, kv,
+                state, n, (end, stop), mem, context, dq_to, places, sinks, numbers, keys, kv,
                 which, cfg,
             )  # fmt: skip
             n += 1
@@ -206,7 +218,7 @@ def _keys_of_tile(
             cfg.GRAD_FLUSH(args, sinks, head, column, b, h, keys, sums)
     last = n - 1
     if not cfg.DQ_APART:
-        add_late_dq(mem, last, total > 0, line, dq_ptr, places, kv, which, cfg)
+        add_late_dq(mem, last, total > 0, line, dq_to, places, kv, which, cfg)
     b, h = at.b_kv, at.h_kv
     if cfg.PERSISTENT:
         tile, b, h, _ = job_of(mem, num)
@@ -215,14 +227,15 @@ def _keys_of_tile(
     # keys are read for dq of both halves
     mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
     leave(descs[0], mem.k, kv + which, (dk,), outgoing, (b, h, row), cfg.D, cfg)
-    tma.store_wait(0)
-    if cfg.PERSISTENT:
-        done_with_job(mem, num)
+    if not cfg.LEAVES_LATE:
+        tma.store_wait(0)
+        if cfg.PERSISTENT:
+            done_with_job(mem, num)
     return n
 
 
 @gluon.jit
-def _own_keys(mem, plan, mine, dq_ptr, descs, mods, scales, sizes, which, cfg: gl.constexpr):
+def _own_keys(mem, plan, mine, dq_to, descs, mods, scales, sizes, which, cfg: gl.constexpr):
     """What a consumer does. mine: see `load_tiles`; the others: see `_keys_of_tile`."""
     WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
     places = dq_places(which * WIDTH, WIDTH, cfg)
@@ -234,50 +247,56 @@ def _own_keys(mem, plan, mine, dq_ptr, descs, mods, scales, sizes, which, cfg: g
         while tile >= 0:
             at = placed(plan, (tile, b_kv, h_kv), cfg)
             n = _keys_of_tile(
-                mem, at, total, num, n, dq_ptr, places, descs, mods, scales, sizes, which, cfg
+                mem, at, total, num, n, dq_to, places, descs, mods, scales, sizes, which, cfg
             )
             num += 1
             wait_for_job(mem, num)
             tile, b_kv, h_kv, total = job_of(mem, num)
+        if cfg.LEAVES_LATE:
+            tma.store_wait(0)
     else:
         at = placed(plan, mine, cfg)
         _keys_of_tile(
-            mem, at, all_steps(at, cfg), 0, bi.scalar(0, gl.int32), dq_ptr, places, descs, mods,
+            mem, at, all_steps(at, cfg), 0, bi.scalar(0, gl.int32), dq_to, places, descs, mods,
             scales, sizes, which, cfg,
         )  # fmt: skip
 
 
 @gluon.jit
 def _consumer(
-    mem, plan, mine, dq_ptr, descs, mods, scales, sizes, NUMBER: gl.constexpr, cfg: gl.constexpr
+    mem, plan, mine, dq_to, descs, mods, scales, sizes, NUMBER: gl.constexpr, cfg: gl.constexpr
 ):
     """The partition of a consumer; why its number is a value: forward_sm90.py."""
     number = bi.scalar(NUMBER, gl.int32)
-    _own_keys(mem, plan, mine, dq_ptr, descs, mods, scales, sizes, number, cfg)
+    _own_keys(mem, plan, mine, dq_to, descs, mods, scales, sizes, number, cfg)
 
 
 @gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "scales", "shape"])
 def backward_kernel(
-    q_desc, do_desc, k_desc, v_desc, stats, dk_desc, dv_desc, dq_ptr, counter, lists, score_args,
+    q_desc, do_desc, k_desc, v_desc, stats, dk_desc, dv_desc, dq_mem, counter, lists, score_args,
     mask_args, sinks, scales, shape, cfg: gl.constexpr,
 ):  # fmt: skip
     """scales: factor and base of score_form.py, and what dk and dq are scaled by. shape: see
     backward_shared.plan_of. lists = (offsets, entries, work, batch step, head step, key blocks) of
-    the transposed mask. stats: backward.py's, [2, lines]. dq_ptr: [lines, D] float32, zeros
-    before. counter: one int32, 0 before and after."""
+    the transposed mask; SWEEPS: work is the window. stats: backward.py's, [2, lines]. dq_mem =
+    ([lines, D] float32, zeros before; SWEEPS: memory of programs, dq). counter: one int32, 0 before
+    and after."""
     mem = allocate(cfg)
     plan = plan_of(lists, shape)
     mine = (0, 0)
     if not cfg.PERSISTENT:
         mine = find_tile(plan, gl.program_id(0), cfg)
     sizes = (whole32(shape, 12), whole32(shape, 21), whole32(shape, 24))
+    dq_to = (dq_mem[0], dq_mem[1], 0, whole32(shape, 9), scales[2])
+    if cfg.SWEEPS:
+        dq_to = (dq_mem[0], dq_mem[1], gl.load(lists[2]), whole32(shape, 9), scales[2])
     descs, mods = (dk_desc, dv_desc), (score_args, mask_args, sinks)
     DQ_WARPS: gl.constexpr = 4 if cfg.DQ_APART else 0
     bi.warp_specialize(
         [
-            (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 0, cfg)),
-            (_consumer, (mem, plan, mine, dq_ptr, descs, mods, scales, sizes, 1, cfg)),
-            (own_queries, (mem, plan, mine, dq_ptr, cfg)),
+            (_consumer, (mem, plan, mine, dq_to, descs, mods, scales, sizes, 0, cfg)),
+            (_consumer, (mem, plan, mine, dq_to, descs, mods, scales, sizes, 1, cfg)),
+            (own_queries, (mem, plan, mine, dq_to, cfg)),
             (load_tiles, (q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter, cfg)),
         ],
         [4, DQ_WARPS, 1],

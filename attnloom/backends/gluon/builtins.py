@@ -9,7 +9,11 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language._core import (
+    _unwrap_if_constexpr,
+    builtin,
+    distributed_type,
+)
 from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -39,6 +43,20 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
     """Shared memory with another shape and layout; the method's name depends on the version."""
     found = getattr(memory, "reinterpret", None) or memory._reinterpret
     return found(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def laid_out(values: Any, layout: Any, _semantic: Any = None) -> Any:
+    """A tuple's vectors in another layout; what is no vector stays."""
+    layout = _unwrap_if_constexpr(layout)
+    return gl.tuple(
+        [
+            _semantic.convert_layout(value, layout)
+            if isinstance(getattr(value, "type", None), distributed_type)
+            else value
+            for value in values
+        ]
+    )
 
 
 @builtin

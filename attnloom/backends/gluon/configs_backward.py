@@ -40,9 +40,14 @@ class Form:
     streamed: bool = False
     prefetch: bool = False
     persistent: bool = False
+    sweeps: bool = False
+    rows_apart: bool = False
+    mask_first: bool = False
+    leaves_late: bool = False
 
     def __post_init__(self) -> None:
         assert self.pieces or not (self.lines or self.streamed or self.prefetch)
+        assert self.persistent or not self.sweeps
 
 
 _NARROW = Form(
@@ -55,6 +60,8 @@ _WIDE = Form(2, dq_apart=False, early=False, fold=False, registers=240)
 _WIDE_FOLD = Form(2, dq_apart=False, early=False, fold=True, registers=240)
 _WIDE_DRAWN = replace(_WIDE, narrow=True, persistent=True)
 _WIDE_FOLD_DRAWN = replace(_WIDE_FOLD, narrow=True, persistent=True)
+_NARROW_SWEPT = replace(_NARROW_FOLD_DRAWN, sweeps=True)
+_WIDE_SWEPT = replace(_WIDE_FOLD_DRAWN, sweeps=True)
 
 
 def width_of(head_dim: int) -> int:
@@ -63,7 +70,12 @@ def width_of(head_dim: int) -> int:
 
 
 def form_for(
-    head_dim: int, value_dim: int, may_mask: bool, may_fold: bool, learns: bool = False
+    head_dim: int,
+    value_dim: int,
+    may_mask: bool,
+    may_fold: bool,
+    learns: bool = False,
+    sweeps: bool = False,
 ) -> Form:
     """The form of a problem.
 
@@ -71,8 +83,12 @@ def form_for(
         may_mask: some tiles are masked.
         may_fold: scores are what the products give, times a positive scale.
         learns: captured tensors get gradients.
+        sweeps: programs may sweep over heads, of scores that fold, with a mask.
     """
-    if max(width_of(head_dim), width_of(value_dim)) == 64:
+    narrow = max(width_of(head_dim), width_of(value_dim)) == 64
+    if sweeps and may_mask and may_fold:
+        return _NARROW_SWEPT if narrow else _WIDE_SWEPT
+    if narrow:
         if not may_fold:
             return _NARROW
         return _NARROW_FOLD_DRAWN if may_mask else _NARROW_DRAWN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
 import triton
 from triton.runtime.jit import JITFunction
 
@@ -38,6 +39,7 @@ class BackwardSm90Config(Sm90Config):
     HAS_SINKS: captured gradients. SLOPE_FIRST: there are none, and the derivative by the score is
         computed with the score. FINITE_SLOPE: it is finite where scores are.
     DQ_REGISTERS: a thread, of the warpgroup of dq.
+    SWEEPS: see backward_sweep.py. DQ_COLUMNS: D of dq. DQ_RAGGED: blocks of dq may not be whole.
     """
 
     TILE_M: int
@@ -57,6 +59,13 @@ class BackwardSm90Config(Sm90Config):
     EARLY: bool
     FOLD: bool
     DQ_REGISTERS: int
+    ROWS_APART: bool
+    MASK_FIRST: bool
+    LEAVES_LATE: bool
+    SWEEPS: bool
+    DQ_COLUMNS: int
+    DQ_RAGGED: bool
+    DQ_STORE: str
     GRAD_HEAD: JITFunction | None = None
     GRAD_ROW: JITFunction | None = None
     GRAD_COLUMN: JITFunction | None = None
@@ -71,7 +80,8 @@ class BackwardSm90Config(Sm90Config):
 @dataclass(frozen=True, repr=False)
 class AroundConfig(KernelConfig):
     """What prepare_kernel and finish_kernel are compiled for. CHUNK: columns of Dv that are loaded
-    at a time. WIDTH: columns of dq's memory, put in order COLUMNS at a time."""
+    at a time. WIDTH: columns of dq's memory, put in order COLUMNS at a time. SWEEPS: dq has no such
+    memory; PER_BLOCK: tiles in a block of queries."""
 
     TILE_M: int
     CHUNK: int
@@ -80,14 +90,16 @@ class AroundConfig(KernelConfig):
     D: int
     DV: int
     HAS_DLSE: bool
+    SWEEPS: bool
+    PER_BLOCK: int
     USE_TMA: bool
     ALIGNED: bool
 
     __hash__ = KernelConfig.__hash__
 
 
-def around_config(operands: Operands, width: int) -> AroundConfig:
-    value_dim = operands.value.size(3)
+def around_config(operands: Operands, width: int, sweeps: bool = False) -> AroundConfig:
+    value_dim, blocks = operands.value.size(3), operands.call.blocks
     return AroundConfig(
         TILE_M=STEP,
         CHUNK=min(64, max(16, triton.next_power_of_2(value_dim))),
@@ -96,6 +108,8 @@ def around_config(operands: Operands, width: int) -> AroundConfig:
         D=operands.query.size(3),
         DV=value_dim,
         HAS_DLSE=operands.dlse is not None,
+        SWEEPS=sweeps,
+        PER_BLOCK=1 if blocks is None else per_block(blocks.q_block, STEP),
         USE_TMA=False,
         ALIGNED=is_aligned(operands.out) and is_aligned(operands.dout),
     )
@@ -133,6 +147,28 @@ class Mods:
     @property
     def inner(self) -> Program | None:
         return None if self.score is None else self.score.inner
+
+
+def _store_of_pairs(dtype: torch.dtype) -> str:
+    """Eight float32 ($8 to $15), pairs of two rows and of two groups of columns, to halves at $16
+    and $24 bytes behind it, where $32 and $34 are not 0: a lane of an odd number has the second
+    group of its own and its neighbour's, others the first."""
+    pair = "cvt.rn.bf16x2.f32" if dtype == torch.bfloat16 else "cvt.rn.f16x2.f32"
+    rows = "".join(
+        f"{pair} a, ${first + 1}, ${first}; {pair} b, ${first + 5}, ${first + 4};"
+        "selp.b32 given, a, b, odd; selp.b32 kept, b, a, odd;"
+        "shfl.sync.bfly.b32 taken, given, 1, 31, -1;"
+        "selp.b32 a, taken, kept, odd; selp.b32 b, kept, taken, odd;"
+        f"setp.ne.s32 inside, ${32 + first - 8}, 0; @inside st.global.v2.b32 [there], {{a, b}};"
+        "add.s64 there, there, $24;"
+        for first in (8, 10)
+    )
+    zeros = "".join(f"mov.u32 ${i}, 0;" for i in range(8))
+    return (
+        "{ .reg .b32 a, b, given, kept, taken, lane; .reg .b64 there; .reg .pred odd, inside;"
+        "mov.u32 lane, %laneid; and.b32 lane, lane, 1; setp.ne.s32 odd, lane, 0;"
+        f"mov.b64 there, $16; {rows} {zeros} }}"
+    )
 
 
 def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Config:
@@ -178,6 +214,13 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         FOLD=form.fold,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
+        ROWS_APART=call.mask is not None and form.rows_apart,
+        MASK_FIRST=may_mask and form.fold and form.mask_first,
+        LEAVES_LATE=form.leaves_late,
+        SWEEPS=form.sweeps,
+        DQ_COLUMNS=query.size(3),
+        DQ_STORE=_store_of_pairs(query.dtype),
+        DQ_RAGGED=form.sweeps and (query.size(2) % STEP != 0 or query.size(3) != widths[0]),
         LOAD_REGISTERS=form.load_registers,
     )
 

@@ -1,8 +1,9 @@
 """Backward launches of the Gluon backend: prepare, the main kernel, finish.
 
-dk and dv are bitwise equal from run to run; dq and gradients of captured tensors are sums in no
-fixed order. What ready_backward.portable names, and score_mods that the kernel does not have the
-registers for, are computed by the portable kernels: this backend's backward has both.
+dk and dv are bitwise equal from run to run; dq, where programs do not sweep over heads, and
+gradients of captured tensors are sums in no fixed order. What ready_backward.portable names, and
+score_mods that the kernel does not have the registers for, are computed by the portable kernels:
+this backend's backward has both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from attnloom.backends.gluon.configs_backward import FEW_SPILLS
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
-from attnloom.backends.gluon.lists_backward import key_lists
+from attnloom.backends.gluon.lists_backward import key_lists, row_lists
 from attnloom.backends.gluon.ready_backward import Ready
 from attnloom.backends.registry import AttentionCall, Gradients, load
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
@@ -111,7 +112,6 @@ def backward_again(
     main_arguments = _main_arguments(operands, ready, (stats, dq_sum), counter, _NO_SINKS)
     prepare = ready.prepare.restart(_prepare_arguments(operands, ready, stats, dq_sum), sources)
     main = ready.main.restart(main_arguments, (*sources, counter))
-    finish = ready.finish.restart(_finish_arguments(operands, ready, dq_sum), sources)
     if main is None:
         return None
 
@@ -119,19 +119,24 @@ def backward_again(
         tiles = counter_of(device)
         main(stream, (*addresses, tiles.data_ptr()))
 
-    return BackwardAgain.of(operands, (stats, dq_sum), [prepare, start_main, finish])
+    starts = [prepare, start_main]
+    if ready.finish is not None:
+        finish_arguments = _finish_arguments(operands, ready, dq_sum)
+        starts.append(ready.finish.restart(finish_arguments, sources))
+    return BackwardAgain.of(operands, (stats, dq_sum), starts)
 
 
-def expected_launches(operands: Operands, ready: Ready) -> tuple[Launch, Launch, Launch]:
-    """The main kernel's launch, prepare's and finish's, to be compiled and not started: row
+def expected_launches(operands: Operands, ready: Ready) -> list[Launch]:
+    """The main kernel's launch, and those of the others, to be compiled and not started: row
     statistics and the memory of dq may be any memory of float32, here that of lse."""
     memory = operands.lse
     counter = counter_of(memory.device)
-    return (
-        (ready.main, _main_arguments(operands, ready, (memory, memory), counter, _NO_SINKS)),
-        (ready.prepare, _prepare_arguments(operands, ready, memory, memory)),
-        (ready.finish, _finish_arguments(operands, ready, memory)),
-    )
+    main_arguments = _main_arguments(operands, ready, (memory, memory), counter, _NO_SINKS)
+    prepare_arguments = _prepare_arguments(operands, ready, memory, memory)
+    launches: list[Launch] = [(ready.main, main_arguments), (ready.prepare, prepare_arguments)]
+    if ready.finish is not None:
+        launches.append((ready.finish, _finish_arguments(operands, ready, memory)))
+    return launches
 
 
 def _run(operands: Operands, ready: Ready) -> Gradients:
@@ -143,7 +148,8 @@ def _run(operands: Operands, ready: Ready) -> Gradients:
     counter = counter_of(stats.device)
     args = _main_arguments(operands, ready, (stats, dq_sum), counter, sinks)
     ready.main(addresses_aligned(call), *args)
-    ready.finish(True, *_finish_arguments(operands, ready, dq_sum))
+    if ready.finish is not None:
+        ready.finish(True, *_finish_arguments(operands, ready, dq_sum))
     dtensors: tuple[torch.Tensor | None, ...] = ()
     if captured is not None:
         dtensors = captured.total(None)
@@ -156,16 +162,17 @@ def _buffers(operands: Operands, ready: Ready) -> tuple[torch.Tensor, torch.Tens
     """Row statistics, and the memory that dq is added to."""
     device = operands.dq.device
     stats = torch.empty(2, ready.lines, dtype=torch.float32, device=device)
-    return stats, torch.empty(ready.lines, ready.width, dtype=torch.float32, device=device)
+    return stats, torch.empty(ready.sum_lines, ready.width, dtype=torch.float32, device=device)
 
 
 def _prepare_arguments(
     operands: Operands, ready: Ready, stats: torch.Tensor, dq_sum: torch.Tensor
 ) -> tuple[Any, ...]:
-    lse = operands.lse
+    lse, sweeps = operands.lse, ready.finish is None
     return (
         operands.out, operands.dout, lse if operands.dlse is None else operands.dlse, lse, stats,
-        dq_sum, ready.around_shape, ready.strides,
+        operands.dq if sweeps else dq_sum, row_lists(operands.call, sweeps), ready.around_shape,
+        ready.strides,
     )  # fmt: skip
 
 
@@ -182,10 +189,11 @@ def _main_arguments(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = (
         blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
     )
+    lists = key_lists(call, sweeps=ready.finish is None)
     return (
-        q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dv_desc, dq_sum,
-        counter, key_lists(call), bind(call.score), bind(call.mask), sinks, ready.scales,
-        ready.main_shape,
+        q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dv_desc,
+        (dq_sum, operands.dq), counter, lists, bind(call.score), bind(call.mask), sinks,
+        ready.scales, ready.main_shape,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attnloom.backends.gluon import swept_choice
 from attnloom.backends.gluon.backward_around import finish_kernel, prepare_kernel
 from attnloom.backends.gluon.backward_sm90 import backward_kernel
 from attnloom.backends.gluon.configs_backward import (
@@ -28,6 +29,7 @@ from attnloom.backends.gluon.fields_backward import (
     tells_heads_apart,
 )
 from attnloom.backends.gluon.launch_forward import has_first_numbers
+from attnloom.backends.gluon.lists_backward import most_rows
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.arguments import steps, takes_descriptor
@@ -52,15 +54,17 @@ class Ready:
     """One backward but for addresses.
 
     blanks: of query, dout, key, value, dk, dv. stats: of the row statistics.
-    lines: rows of the statistics and of dq's memory, `width` columns wide. scales: see Mods.
+    lines: rows of the statistics. sum_lines: of dq's memory, `width` columns wide. scales: see
+    Mods. finish: None where programs sweep over a head's keys.
     """
 
     prepare: Launcher
     main: Launcher
-    finish: Launcher
+    finish: Launcher | None
     blanks: tuple[Blank, ...]
     stats: Blank
     lines: int
+    sum_lines: int
     width: int
     scales: tuple[float, float, float]
     around_shape: tuple[float, ...]
@@ -81,7 +85,7 @@ def portable(call: AttentionCall) -> str | None:
 def refusal(call: AttentionCall) -> str | None:
     """Why no kernel of this backend computes this call's gradients, whatever its heads are."""
     query, value, blocks = call.query, call.value, call.blocks
-    if call.options.deterministic:
+    if call.options.deterministic and not repeats(call):
         return "gradients are to be bitwise repeatable."
     if query.size(3) % _ALIGNED_WIDTH or value.size(3) % _ALIGNED_WIDTH:
         return "rows of the gradients do not start at multiples of 16 bytes."
@@ -92,6 +96,12 @@ def refusal(call: AttentionCall) -> str | None:
     if _lines(query) > _INT32:
         return "there are more than 2**31 rows."
     return None
+
+
+def repeats(call: AttentionCall) -> bool:
+    """Whether all gradients are the same bits in each launch."""
+    wide = max(call.query.size(3), call.value.size(3)) > MAX_HEAD_DIM
+    return not wide and _form_of(call).sweeps
 
 
 def slower(call: AttentionCall) -> str | None:
@@ -152,10 +162,11 @@ def num_programs(key: torch.Tensor) -> int:
 
 
 def programs_of(form: Form, key: torch.Tensor) -> int:
-    """One for each tile, or one a processor that draws tiles."""
+    """One for each tile, or one a processor that draws tiles or heads."""
     if not form.persistent:
         return num_programs(key)
-    return min(num_programs(key), configs.device_of(key.device).num_processors)
+    drawn = key.size(0) * key.size(1) if form.sweeps else num_programs(key)
+    return min(drawn, configs.device_of(key.device).num_processors)
 
 
 def _pitch(query: torch.Tensor) -> int:
@@ -180,6 +191,7 @@ def _form_of(call: AttentionCall) -> Form:
         may_mask=call.mask is not None or tail,
         may_fold=may_fold(call),
         learns=call.learns,
+        sweeps=swept_choice.sweeps(call),
     )
 
 
@@ -193,8 +205,14 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
     batch, heads, q_len, head_dim = query.shape
     lines, width = _lines(query), width_of(head_dim)
     value_width = width_of(value.size(3))
-    around, main = around_config(operands, width), main_config(operands, form, mods)
-    rows = lines // STEP
+    around, main = around_config(operands, width, form.sweeps), main_config(operands, form, mods)
+    programs, finish = programs_of(form, key), None
+    sum_lines = lines
+    if form.sweeps:
+        assert operands.call.blocks is not None
+        sum_lines = programs * (most_rows(operands.call.blocks) + STEP)
+    else:
+        finish = Launcher(finish_kernel, around, lines // STEP - 1, {"num_warps": 4})
     boxes = (
         (query, STEP, width),
         (dout, STEP, value_width),
@@ -204,12 +222,13 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
         (operands.dv, KEYS // 2, value_width),
     )
     return Ready(
-        Launcher(prepare_kernel, around, rows, {"num_warps": 4}, _PAIR),
-        Launcher(backward_kernel, main, programs_of(form, key), {"num_warps": 4}),
-        Launcher(finish_kernel, around, rows - 1, {"num_warps": 4}),
+        Launcher(prepare_kernel, around, lines // STEP, {"num_warps": 4}, _PAIR),
+        Launcher(backward_kernel, main, programs, {"num_warps": 4}),
+        finish,
         tuple(Blank.of(tensor, n, w) for tensor, n, w in boxes),
         blank_statistics(lines, query.device),
         lines,
+        sum_lines,
         width,
         mods.scales,
         pack_ints((heads, q_len, _pitch(query), batch * heads)),
@@ -268,7 +287,8 @@ _ready: dict[tuple[Any, ...], Ready | None] = {}
 def key_of(operands: Operands) -> tuple[Any, ...]:
     blocks = operands.call.blocks
     alike = blocks is None or blocks.num_batches * blocks.num_heads == 1
-    return operands.signature, operands.call.scale, has_first_numbers(operands.call), alike
+    sweeps = _form_of(operands.call).sweeps
+    return operands.signature, operands.call.scale, has_first_numbers(operands.call), alike, sweeps
 
 
 def remembered(key: tuple[Any, ...]) -> tuple[bool, Ready | None]:

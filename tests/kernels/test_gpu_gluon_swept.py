@@ -1,0 +1,125 @@
+"""Programs of the Hopper backward that sweep over a head's keys, against the oracle; `pytest -m
+gpu`. Each test is a process that can be given up: a barrier may never come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.harness.case import Case
+from tests.harness.draw import Sizes
+from tests.kernels.apart import apart
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SIZES = Sizes(B=2, Hq=4, Hkv=4, Q_LEN=700, KV_LEN=700, D=64, Dv=64)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+
+@contextlib.contextmanager
+def swept(programs: int) -> Iterator[None]:
+    """Inside, so many programs of a backward sweep over all heads."""
+    from attnloom.backends.gluon import ready_backward, swept_choice
+
+    with (
+        mock.patch.object(ready_backward, "_ready", {}),
+        mock.patch.object(swept_choice, "_MOST_KEYS", 1 << 30),
+        mock.patch.object(swept_choice, "_fills", lambda heads, device: True),
+        mock.patch.object(ready_backward, "programs_of", lambda form, key: programs),
+    ):
+        yield
+        assert all(ready.finish is None for ready in ready_backward._ready.values())
+        assert ready_backward._ready
+
+
+def check(case: Case, programs: int = 3) -> None:
+    from tests.kernels.gluon_backward import check_gradients
+
+    with swept(programs):
+        check_gradients(replace(case, block_size=128))
+
+
+def check_mod(mod: str, head_dim: int, value_dim: int, fp16: bool) -> None:
+    sizes = replace(SIZES, D=head_dim, Dv=value_dim)
+    check(Case(mod, sizes, FP16 if fp16 else BF16))
+
+
+_MODS = (
+    "causal",
+    "document",
+    "document_unsorted_per_batch",
+    "window_with_sinks",
+    "every_second_row",
+    "nothing",
+    "dilated_by_head",
+)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (96, 128), (48, 64)])
+@pytest.mark.parametrize("mod", _MODS)
+def test_mods(mod: str, head_dim: int, value_dim: int) -> None:
+    apart(check_mod, mod, head_dim, value_dim, _MODS.index(mod) % 2 == 1)
+
+
+def check_lengths(head_dim: int) -> None:
+    """One program has all heads, or each of more than there are one or none."""
+    for programs in (1, 64):
+        for q_len, kv_len in ((1, 1), (1, 200), (63, 1), (129, 257), (17, 1000), (1000, 17)):
+            sizes = replace(SIZES, Q_LEN=q_len, KV_LEN=kv_len, D=head_dim, Dv=head_dim)
+            check(Case("causal", sizes, BF16), programs)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths(head_dim: int) -> None:
+    apart(check_lengths, head_dim)
+
+
+def check_repeats(head_dim: int) -> None:
+    """All gradients are bitwise the same each time, on two streams too."""
+    import attnloom
+
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(4, 16, 1000, head_dim, generator=draw, dtype=BF16, device="cuda")
+        for _ in range(4)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    ids = torch.arange(1000, device="cuda") // 170
+    mask = attnloom.create_block_mask(
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx]),
+        None, None, 1000, 1000, device="cuda",
+    )  # fmt: skip
+    with swept(50):
+        out = attnloom.flex_attention(q, k, v, block_mask=mask, kernel_options={"backend": "gluon"})
+
+        def backward() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+        first = backward()
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        torch.cuda.synchronize()
+        found = []
+        for turn in range(20):
+            with torch.cuda.stream(streams[turn % 2]):
+                found.append(backward())
+        torch.cuda.synchronize()
+        for results in found:
+            assert all(torch.equal(x, y) for x, y in zip(results, first, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeats(head_dim: int) -> None:
+    apart(check_repeats, head_dim)
