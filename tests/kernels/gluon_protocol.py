@@ -9,7 +9,8 @@ is two of them behind waits for what is over, or does not wait for what is not.
 
 Found out: a wait that nobody ends, a slot that is overwritten while a product still reads it, a
 product with other queries, keys or values than its step's, a tile left out or done twice, bytes
-that a barrier expects and that do not come, and a counter that is not put back.
+that a barrier expects and that do not come, barriers that nobody uses or that are none, and a
+counter that is not put back.
 """
 
 from __future__ import annotations
@@ -27,18 +28,8 @@ from attnloom.backends.gluon import (
     forward_sm90,
     rings,
 )
-from tests.kernels.gluon_world import (
-    Int,
-    Nothing,
-    Pointer,
-    ProtocolError,
-    Slot,
-    Vec,
-    World,
-    held,
-    play,
-    stand_ins,
-)
+from tests.kernels.gluon_values import Int, Nothing, Pointer, Vec
+from tests.kernels.gluon_world import ProtocolError, Slot, World, held, play, stand_ins
 
 MODULES = (forward_columns, forward_load, forward_math, forward_shared, forward_sm90, rings)
 HEADS, GROUP, BATCH = 4, 2, 2
@@ -120,6 +111,8 @@ class Launch:
                 warps += [(role, program, i == late) for i, role in enumerate(roles)]
             play(self.world, warps)
         self._check()
+        if any(self.plan.keys):
+            self.world.check_barriers()
 
     def _check(self) -> None:
         wanted = [

@@ -19,16 +19,8 @@ from attnloom.backends.gluon import (
     backward_sm90,
     rings,
 )
-from tests.kernels.gluon_world import (
-    Int,
-    Nothing,
-    Pointer,
-    ProtocolError,
-    World,
-    held,
-    play,
-    stand_ins,
-)
+from tests.kernels.gluon_values import Int, Nothing, Pointer
+from tests.kernels.gluon_world import ProtocolError, World, held, play, stand_ins
 
 MODULES = (
     backward_dq, backward_jobs, backward_load, backward_math, backward_products, backward_shared,
@@ -140,6 +132,8 @@ class Backward:
             raise ProtocolError(f"results left for {sorted(self.left)}")
         if counter.memory[0]:
             raise ProtocolError("the counter was not put back")
+        if self.steps:
+            self.world.check_barriers()
 
     def _own_keys(self, run: Callable[..., Any], mem: Any, mine: Any, which: int) -> None:
         """A consumer, whose products are compared with its steps'."""

@@ -16,7 +16,8 @@ from attnloom.backends.gluon import (
     rings,
 )
 from tests.kernels.gluon_protocol_backward import HALF, HEADS, TILE_M, Backward, Visit
-from tests.kernels.gluon_world import Int, Nothing, ProtocolError, held, play, stand_ins
+from tests.kernels.gluon_values import Int, Nothing
+from tests.kernels.gluon_world import ProtocolError, held, play, stand_ins
 
 # Where two have a function of one name, that of the first counts.
 MODULES = (
@@ -66,6 +67,8 @@ class Wide(Backward):
         rows = [row for row in (0, HALF) for _ in range(cfg.PANELS)]
         if sorted(self.left) != [("dk", row) for row in rows]:
             raise ProtocolError(f"results left for {sorted(self.left)}")
+        if self.steps:
+            self.world.check_barriers()
 
     def _keys(self, run: Any, mem: Any, at: Any, which: int) -> None:
         """A consumer, whose products are compared with its steps'."""

@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests.kernels.gluon_values import Int, Nothing, Pointer, Vec
+
 PATIENCE_S = 20.0
 
 
@@ -21,75 +23,11 @@ class ProtocolError(Exception):
     """The kernel would hang or compute something else."""
 
 
-class Int(int):
-    """A scalar of a kernel."""
-
-    def to(self, _: Any) -> Int:
-        return self
-
-
-def _operator(name: str) -> Callable[[Any, Any], Any]:
-    def method(self: Int, other: Any) -> Any:
-        found = getattr(int, name)(self, other)
-        return found if found is NotImplemented else Int(found)
-
-    return method
-
-
-for _name in "add sub mul floordiv mod and or xor lshift rshift".split():
-    for _kind in (f"__{_name}__", f"__r{_name}__"):
-        setattr(Int, _kind, _operator(_kind))
-for _name in "lt le gt ge eq ne".split():
-    setattr(Int, f"__{_name}__", _operator(f"__{_name}__"))
-Int.__hash__ = int.__hash__  # type: ignore[method-assign]
-
-
-class Vec(list[Any]):
-    """A vector of positions."""
-
-    def __add__(self, other: Any) -> Vec:  # type: ignore[override]
-        return other if isinstance(other, Nothing) else Vec(Int(x + other) for x in self)
-
-    __radd__ = __iadd__ = __add__  # type: ignore[assignment]
-
-    def __eq__(self, other: Any) -> Any:
-        return Vec(Int(x == other) for x in self) if isinstance(other, int) else [*self] == other
-
-    def to(self, _: Any) -> Vec:
-        return self
-
-
-class Nothing:
-    """Scores, weights and results."""
-
-    def to(self, _: Any) -> Nothing:
-        return self
-
-    def __getitem__(self, _: Any) -> Nothing:
-        return self
-
-    def __mul__(self, _: Any) -> Nothing:
-        return self
-
-    __sub__ = __add__ = __mul__
-
-    def __neg__(self) -> Nothing:
-        return self
-
-
-@dataclass
-class Pointer:
-    memory: list[int]
-    offset: int = 0
-
-    def __add__(self, steps: int) -> Pointer:
-        return Pointer(self.memory, self.offset + steps)
-
-
 @dataclass(eq=False)
 class Slot:
     """One entry of an allocation in shared memory. version: counts what was written to it."""
 
+    dtype: Any = None
     name: str = ""
     content: Any = None
     version: int = 0
@@ -107,6 +45,8 @@ class Slot:
         return self
 
     def store(self, content: Any) -> None:
+        if self.count:
+            raise ProtocolError(f"{self.name} is a barrier and was written to")
         self.content, self.version = content, self.version + 1
 
     def load(self, _: Any) -> Any:
@@ -116,8 +56,8 @@ class Slot:
 class Memory:
     """An allocation; `index` gives the same entries again."""
 
-    def __init__(self, _: Any, shape: list[int], __: Any) -> None:
-        self.slots = [Slot() for _ in range(shape[0])]
+    def __init__(self, dtype: Any, shape: list[int], _: Any) -> None:
+        self.slots = [Slot(dtype) for _ in range(shape[0])]
 
     def index(self, at: int) -> Slot:
         return self.slots[at]
@@ -131,6 +71,8 @@ class World:
     seed: int
     copies: list[Callable[[], None]] = field(default_factory=list)
     waits: dict[int, tuple[Slot, int]] = field(default_factory=dict)
+    started: set[str] = field(default_factory=set)  # barriers, by the names of their allocations
+    used: set[str] = field(default_factory=set)
     alive: int = 0
     sleeping: int = 0
     error: Exception | None = None
@@ -140,7 +82,28 @@ class World:
         self.draw = random.Random(self.seed)
         self.own = threading.local()
 
+    def start(self, barrier: Slot, count: int) -> None:
+        if barrier.dtype != "int64":
+            raise ProtocolError(f"{barrier.name} is to be a barrier in memory of {barrier.dtype}")
+        barrier.count = barrier.pending = count
+        self.started.add(barrier.name.partition("[")[0])
+
+    def _use(self, barrier: Slot) -> None:
+        if not barrier.count:
+            raise ProtocolError(f"{barrier.name} is no barrier")
+        self.used.add(barrier.name.partition("[")[0])
+
+    def check_barriers(self) -> None:
+        """After steps have been played.
+
+        Raises:
+            ProtocolError: nobody uses a barrier, so that its memory is given away.
+        """
+        if unused := sorted(self.started - self.used):
+            raise ProtocolError(f"nobody waits for {', '.join(unused)}, or arrives there")
+
     def wait(self, barrier: Slot, phase: int, pred: Any = True) -> None:
+        self._use(barrier)
         if not pred:
             return
         me = threading.get_ident()
@@ -197,12 +160,14 @@ class World:
             self.changed.notify_all()
 
     def arrive(self, barrier: Slot, count: int = 1, pred: Any = True) -> None:
+        self._use(barrier)
         if pred:
             with self.changed:
                 self._let_others()
                 self._complete(barrier, count, 0)
 
     def expect(self, barrier: Slot, size: int) -> None:
+        self._use(barrier)
         with self.changed:
             barrier.transfers += size
             self._complete(barrier, 1, 0)
@@ -218,6 +183,7 @@ class World:
             self.changed.notify_all()
 
     def copy(self, tensor: str, place: list[int], barrier: Slot, slot: Slot) -> None:
+        self._use(barrier)
         size = slot.size
 
         def land() -> None:
@@ -266,7 +232,7 @@ class Language:
     where = staticmethod(_where)
 
     def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any) -> Any:
-        return Slot() if len(shape) == 1 else Memory(dtype, shape, layout)
+        return Slot(dtype) if len(shape) == 1 else Memory(dtype, shape, layout)
 
     def program_id(self, _: int) -> Int:
         return Int(self._world.own.program)
@@ -318,7 +284,7 @@ def stand_ins(world: World, programs: int, modules: Sequence[ModuleType]) -> dic
     found: dict[str, Any] = {
         "gl": Language(world, programs),
         "mbarrier": SimpleNamespace(
-            wait=world.wait, arrive=world.arrive, expect=world.expect, init=_start,
+            wait=world.wait, arrive=world.arrive, expect=world.expect, init=world.start,
             MBarrierLayout=lambda: None,
         ),
         "tma": SimpleNamespace(store_wait=lambda _: None),
@@ -352,17 +318,13 @@ def _fields(modules: Sequence[ModuleType]) -> list[str]:
 def _named(memory: dict[str, Any]) -> SimpleNamespace:
     for name, part in memory.items():
         for i, slot in enumerate([part] if isinstance(part, Slot) else part.slots):
-            slot.name = f"{name}[{i}]"
+            slot.name = slot.name or f"{name}[{i}]"  # what stands in for others has its own
     return SimpleNamespace(**memory)
 
 
 def _reinterpreted(memory: Slot, dtype: Any, shape: list[int], _: Any) -> Slot:
     memory.size = (4 if dtype == "float32" else 2) * shape[-1] * shape[-2]
     return memory
-
-
-def _start(barrier: Slot, count: int) -> None:
-    barrier.count = barrier.pending = count
 
 
 @contextlib.contextmanager

@@ -134,10 +134,32 @@ def queries_given_back_first(names: dict[str, Any]) -> dict[str, Any]:
     return {"_queries": queries}
 
 
+def barriers_for_nobody(names: dict[str, Any]) -> dict[str, Any]:
+    """Barriers of keys' columns in a form without columns; tiles were lost by it."""
+
+    def allocate(cfg):
+        mem = names["allocate"](cfg)
+        mem.tag_full = names["gl"].allocate_shared_memory("int64", [1, 1], None)
+        mem.tag_full.index(0).name = "tag_full[0]"
+        names["mbarrier"].init(mem.tag_full.index(0), count=1)
+        return mem
+
+    return {"allocate": allocate}
+
+
+def no_barriers_for_columns(names: dict[str, Any]) -> dict[str, Any]:
+    def allocate(cfg):
+        return names["allocate"](SimpleNamespace(**{**vars(cfg), "NUM_COLUMNS": 0}))
+
+    return {"allocate": allocate}
+
+
 @pytest.mark.parametrize(
     ("cfg", "mistake", "said"),
     [
         (form(1, Q_KEPT=1, Q_STAGES=1), queries_given_back_first, "used|copied over"),
+        (form(NUM_COLUMNS=0), barriers_for_nobody, "nobody waits for tag_full"),
+        (form(), no_barriers_for_columns, r"tags\[\d\] is no barrier"),
         (form(PREFETCH=True), pieces_of_the_step_before, "pieces|copied over|used"),
         (form(), told_twice, "every warp waits|more often|used|computed|columns"),
         (form(), fewer_bytes, "every warp waits"),

@@ -148,6 +148,38 @@ def jobs_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
     return {"job_of": job_of, "done_with_job": lambda mem, num: None}
 
 
+def as_if_drawn(names: dict[str, Any]) -> dict[str, Any]:
+    """Programs of one tile have barriers for jobs, which nobody gives; tiles were lost by it."""
+
+    def allocate(cfg):
+        return names["allocate"](SimpleNamespace(**{**vars(cfg), "PERSISTENT": True}))
+
+    return {"allocate": allocate}
+
+
+def as_if_alone(names: dict[str, Any]) -> dict[str, Any]:
+    """Jobs are waited for at barriers that are none."""
+
+    def allocate(cfg):
+        return names["allocate"](SimpleNamespace(**{**vars(cfg), "PERSISTENT": False}))
+
+    return {"allocate": allocate}
+
+
+@pytest.mark.parametrize(("name", "mistake", "said"), [
+    ("wide", as_if_drawn, "nobody waits for job_empty, job_full"),
+    ("wide, tiles drawn", as_if_alone, r"tags\[\d\] is no barrier"),
+])  # fmt: skip
+def test_barriers_that_nobody_uses_or_that_are_none_are_found(
+    name: str, mistake: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Backward(FORMS[name], [LONG], 0, "keys")
+    names = launch.names()
+    monkeypatch.setattr(launch, "names", lambda: names | mistake(names))
+    with pytest.raises(ProtocolError, match=said):
+        launch.run()
+
+
 @pytest.mark.parametrize(
     ("name", "mistake"),
     [

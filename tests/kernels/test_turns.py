@@ -102,31 +102,6 @@ def test_ways_change_divided_kernels_alone(way: str, lines: list[str]) -> None:
         turns_ways.changed(way, ".reqntid 384 // setmaxnreg")
 
 
-@pytest.mark.parametrize("name", turns.PARTS)
-def test_small_kernels_compile_for_sm_90(name: str) -> None:
-    triton = pytest.importorskip("triton")
-    if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
-        pytest.skip("the Gluon kernels are for Triton 3.6")
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from tests.kernels.cross_compile_gluon import compile_gluon
-    from tests.kernels.turns_kernels import Parts, turns_kernel
-
-    rows = torch.zeros(1024, 64, dtype=torch.bfloat16)
-    counter = torch.zeros(1, dtype=torch.int32)
-    described = TensorDescriptor(rows, [1024, 64], [64, 1], [64, 64], NVMMASharedLayout(128, 16, 2))
-    parts = turns.PARTS[name]
-    arguments = (described, rows, described, rows, counter, 5, 7, Parts(**parts))
-    made = compile_gluon(turns_kernel, arguments, {"num_warps": 4})
-    assert made.spills == 0
-    assert not made.serialised
-    assert ("cp.async.bulk.tensor.2d.shared" in made.text) == parts.get("LOADS", False)
-    assert ("cp.async.bulk.tensor.2d.global" in made.text) == parts.get("STORES", False)
-    assert ("wgmma.mma_async" in made.text) == parts.get("PRODUCTS", False)
-    assert ("atom." in made.text) == parts.get("DRAWS", False)
-
-
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("name", turns.PARTS)

@@ -265,7 +265,9 @@ SUBJECTS: dict[str, Callable[[], Run]] = {
     "backward, drawn": lambda: _attention("attnloom", _CAPPED, backward=True, drawn=True),
     "backward, a tile a program": lambda: _attention("attnloom", _CAPPED, True, drawn=False),
     "backward, no mask": lambda: _attention("attnloom", _FULL, backward=True),
-    "backward, D=64": lambda: _attention("attnloom", replace(_LONG, head_dim=64, batch=4), backward=True),
+    "backward, D=64": lambda: _attention(
+        "attnloom", replace(_LONG, head_dim=64, batch=4), backward=True
+    ),
     "backward, D=192": lambda: _attention("attnloom", replace(_LONG, head_dim=192), backward=True),
     "portable backward": lambda: _attention("triton", _LONG, backward=True),
     "cuDNN's backward": lambda: _attention("sdpa-cudnn", _LONG, backward=True),

@@ -84,26 +84,33 @@ def _allocate(cfg: gl.constexpr):
     SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     ADDERS: gl.constexpr = 2 if cfg.APART else 1
-    mem = Shared(
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, ROWS, COLUMNS], TILES),
-        gl.allocate_shared_memory(gl.bfloat16, [COLUMNS, COLUMNS], TILES),
-        gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], TILES),
-        gl.allocate_shared_memory(gl.int32, [2, 1], SCALARS),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-    )
+    tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, ROWS, COLUMNS], TILES)
+    unit = gl.allocate_shared_memory(gl.bfloat16, [COLUMNS, COLUMNS], TILES)
+    out = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], TILES)
+    jobs = gl.allocate_shared_memory(gl.int32, [2, 1], SCALARS)
+    # what a kernel does not use is no barrier
+    full, empty, told, heard = jobs, jobs, jobs, jobs
+    if cfg.SIGNALS or cfg.LOADS:
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+    if cfg.SIGNALS:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+    if cfg.DRAWS:
+        told = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
+        heard = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
     if cfg.UNUSED:
         unused = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
         for i in gl.static_range(STAGES):
             mbarrier.init(unused.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(mem.full.index(i), count=1)
-        mbarrier.init(mem.empty.index(i), count=ADDERS)
-    for i in gl.static_range(2):
-        mbarrier.init(mem.told.index(i), count=1)
-        mbarrier.init(mem.heard.index(i), count=ADDERS)
+        if cfg.SIGNALS or cfg.LOADS:
+            mbarrier.init(full.index(i), count=1)
+        if cfg.SIGNALS:
+            mbarrier.init(empty.index(i), count=ADDERS)
+    if cfg.DRAWS:
+        for i in gl.static_range(2):
+            mbarrier.init(told.index(i), count=1)
+            mbarrier.init(heard.index(i), count=ADDERS)
+    mem = Shared(tiles, unit, out, jobs, full, empty, told, heard)
     if cfg.PRODUCTS:
         L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         row = gl.arange(0, COLUMNS, gl.SliceLayout(1, L))[:, None]
