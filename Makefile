@@ -1,5 +1,5 @@
 # make demo: train a small model through attnloom, with pictures (about three minutes)
-# make test: every check and test that CI runs
+# make test: every check and test that CI runs (also fetches Triton 3.6, beside which Gluon kernels are tested)
 # make docs: build the documentation into site/
 #
 # All make .venv on first use and install into it what pyproject.toml lists. Variables:
@@ -63,4 +63,4 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site demo_output *.egg-info .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .triton-3.6 build dist site demo_output *.egg-info .ruff_cache .pytest_cache .import_linter_cache

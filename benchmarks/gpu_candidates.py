@@ -3,9 +3,8 @@
 python -m benchmarks.gpu_candidates --json FILE [--only TEXT ...] [--jobs N] [--limit S]
 
 Every candidate and case has a process of its own with a time limit: one that hangs or faults is a
-row of the table, and the next one runs. What is wrong beside others, where kernels may lose tiles
-(docs/log.md), is checked once more alone. Those found right are timed afterwards, by one process
-that nothing runs beside. Errors are those of accuracy.py, the largest of the results', in parts per
+row of the table, and the next one runs. Those found right are timed afterwards, by one process that
+nothing runs beside. Errors are those of accuracy.py, the largest of the results', in parts per
 million of the float64 oracle, which a candidate may miss by a tenth more than the kernels in use;
 launches of many tiles a program must repeat bit for bit.
 """
@@ -101,11 +100,6 @@ def main(argv: list[str] | None = None) -> int:
         for trial in pool.map(checked, _chosen(args.only)):
             trials.append(trial)
             keep()
-    if args.jobs > 1:
-        trials = [
-            checked((t.candidate, t.case, t.phase)) if t.verdict == "wrong" else t for t in trials
-        ]
-        keep()
     for place, trial in timed(trials, args.limit):
         trials[place] = trial
         print(f"[{time.perf_counter() - start:4.0f} s] {line_of(trial)}", flush=True)

@@ -185,7 +185,6 @@ def planned_for_it() -> Iterator[None]:
         mock.patch.object(TritonBackend, "unsupported", lambda *_: None),
         mock.patch.object(gate, "_device", lambda _: None),
         mock.patch.object(gate, "_version", lambda: None),
-        mock.patch("attnloom.backends.gluon.launch.warn_of_neighbours", lambda _: None),
         mock.patch.object(planning, "candidates", lambda options, *_: found(options, "cuda", True)),
         mock.patch.object(planning, "_plans", {}),
         mock.patch.object(repeats, "_buckets", {}),

@@ -47,14 +47,3 @@ def _optimised_less(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with optimised_less():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _device_turns(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_available():
-        yield
-        return
-    from tests.harness.device_turns import held
-
-    with held(request.node.get_closest_marker("alone") is not None):
-        yield

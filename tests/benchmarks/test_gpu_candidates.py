@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -169,25 +169,6 @@ def test_a_run_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, capsys) 
     assert gpu_candidates.main(["--only", "a backward"]) == 0
     assert capsys.readouterr().out.count("x: y forward") == 2
     assert gpu_candidates.main(["--only", "a backward", "--budget", "1"]) == 1
-
-
-def test_what_is_wrong_beside_others_is_checked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def run_child(command: list[str], trial: Trial, limit: float) -> Trial:
-        asked.append(trial.case)
-        again = asked.count(trial.case) > 1
-        wrong = trial.case == CASE.name and not again
-        return replace(trial, verdict="wrong" if wrong else "right")
-
-    monkeypatch.setattr(gpu_candidates, "run_child", run_child)
-    monkeypatch.setattr(candidates, "CANDIDATES", TWO)
-    monkeypatch.setattr(gpu_candidates, "timed", lambda trials, limit: ())
-    assert gpu_candidates.main(["--only", "a backward", "--jobs", "2"]) == 0
-    assert (asked.count(CASE.name), len(asked)) == (2, 3)
-    asked.clear()
-    assert gpu_candidates.main(["--only", "a backward"]) == 0
-    assert len(asked) == 2
 
 
 def test_a_run_that_is_cut_short_leaves_what_it_found(

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from attnloom.backends import triton as portable  # noqa: E402
 from attnloom.backends.triton import kernel_keys  # noqa: E402
 from attnloom.backends.triton.fragments import load_module  # noqa: E402
+from tests.kernels.gluon_triton import needs_gluon, takes_gluon  # noqa: E402
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -54,8 +55,7 @@ def test_no_key_of_a_portable_kernel_holds_an_address() -> None:
 def test_no_key_of_a_gluon_kernel_holds_an_address() -> None:
     """The backward waited through a constexpr that held a function, whose text has its address: it
     was compiled in every process."""
-    if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
-        pytest.skip("Gluon differs from version to version of Triton")
+    needs_gluon(also=True)
     from attnloom.backends import gluon
 
     texts = globals_in_keys(functions_of(gluon))
@@ -95,7 +95,7 @@ def test_no_function_of_ours_is_left_to_triton() -> None:
     from attnloom.backends import gluon
 
     functions = functions_of(portable)
-    if triton.__version__.split(".")[:2] in (["3", "6"], ["3", "9"]):
+    if takes_gluon(also=True):
         functions += functions_of(gluon)
     ours = {id(f): f for f in functions if f.fn.__module__.startswith("attnloom.")}
     assert len(ours) > 100

@@ -15,10 +15,9 @@ from unittest import mock
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+from tests.kernels.gluon_triton import needs_gluon
 
-if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
-    pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
+needs_gluon()
 
 # ruff: noqa: E402
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -171,10 +170,7 @@ def small_kernel(name: str) -> CompiledGluon:
     return compile_gluon(turns_kernel, arguments, {"num_warps": 4})
 
 
-PLANTED = "small, apart, drawn, unused barriers"
-
-
-@pytest.mark.parametrize("name", sorted(turns.PARTS.keys() - {PLANTED}))
+@pytest.mark.parametrize("name", sorted(turns.PARTS.keys() - {turns.PLANTED}))
 def test_small_kernels_compile_for_sm_90(name: str) -> None:
     made, parts = small_kernel(name), turns.PARTS[name]
     assert made.spills == 0
@@ -188,7 +184,7 @@ def test_small_kernels_compile_for_sm_90(name: str) -> None:
 def test_unused_barriers_are_found_in_the_smallest_kernel_that_loses_tiles() -> None:
     """By each of the three that are asked."""
     with pytest.raises(AssertionError, match="turns_kernel: ") as told:
-        small_kernel(PLANTED)
+        small_kernel(turns.PLANTED)
     said = str(told.value).removeprefix("turns_kernel: ").split("; ")
     assert "no partition uses the barriers %unused" in said
     assert any(s.startswith("tt.atomic_rmw lies where the barriers %unused do") for s in said)

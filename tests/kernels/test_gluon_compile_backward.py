@@ -10,10 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+from tests.kernels.gluon_triton import needs_gluon
 
-if tuple(int(n) for n in triton.__version__.split(".")[:2]) != (3, 6):
-    pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
+needs_gluon()
 
 # ruff: noqa: E402
 from attnloom.backends.gluon import (

@@ -16,14 +16,16 @@ from attnloom.ir.node import BoundProgram, DType
 from attnloom.ir.passes.simplify import simplify
 from attnloom.plan.problem import KernelOptions
 from attnloom.trace.tracer import trace_mask, trace_score
-from tests.kernels.cross_compile import TARGETS, device_is
+from tests.kernels.gluon_triton import needs_gluon
 
-triton = pytest.importorskip("triton")
-if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
-    pytest.skip("Gluon differs from version to version of Triton", allow_module_level=True)
+needs_gluon(also=True)
+
+import triton  # noqa: E402
+
 from attnloom.backends.gluon import launch_forward  # noqa: E402
 from attnloom.backends.triton.fields import Tensors  # noqa: E402
 from attnloom.backends.triton.launcher import Launcher  # noqa: E402
+from tests.kernels.cross_compile import TARGETS, device_is  # noqa: E402
 from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon  # noqa: E402
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-triton = pytest.importorskip("triton")
-if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
-    pytest.skip("Gluon differs from version to version of Triton", allow_module_level=True)
+from tests.kernels.gluon_triton import needs_gluon
+
+needs_gluon(also=True)
 
 # ruff: noqa: E402
 from triton._C.libtriton import ir

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "9"]):
-    pytest.skip("Gluon differs from version to version of Triton", allow_module_level=True)
+from tests.kernels.gluon_triton import needs_gluon
+
+needs_gluon(also=True)
 from triton._C.libtriton import ir  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.experimental import gluon  # noqa: E402

@@ -286,7 +286,6 @@ def test_head_dim_1024_runs_on_tiled_operators() -> None:
         agrees(*qkv(1, 1, 40, 1024), mask_mod=causal)
 
 
-@pytest.mark.alone
 def test_a_table_beyond_31_bits(much_memory: None) -> None:
     """Case 14: a [Sq, Skv] table read by the mask and by the score, past 46,340 tokens."""
     S = 46_500
@@ -310,7 +309,6 @@ def test_a_table_beyond_31_bits(much_memory: None) -> None:
     close(aux.lse[0, 0, last], scores.logsumexp(-1), FP32)
 
 
-@pytest.mark.alone
 def test_a_bias_beyond_31_bits_and_its_gradient(much_memory: None) -> None:
     """Case 34: a trained bias of 2**31 elements and more; the last head lies past them."""
     H, S = 33, 8192
@@ -331,7 +329,6 @@ def test_a_bias_beyond_31_bits_and_its_gradient(much_memory: None) -> None:
     assert_alike(grads[3][-1], expected[3])
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("backend", "Q"), [("triton", 3), ("triton", 200), ("auto", 200)])
 def test_keys_beyond_31_bits(backend: str, Q: int, much_memory: None) -> None:
     """Case 15: the offset of a key, in decode and in both directions of a prefill."""
@@ -354,7 +351,6 @@ def test_keys_beyond_31_bits(backend: str, Q: int, much_memory: None) -> None:
             assert_alike(one[:, -1:], other)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("block", [128, 1024])
 def test_case_028_and_029_long_sequences(block: int) -> None:
     """Faults at 93,696 tokens with large blocks under a mask of the query alone, and at 25,600

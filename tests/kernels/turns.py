@@ -7,8 +7,9 @@ Without MPS a GPU changes between processes every 2 ms or so, in the middle of a
 subject runs in a process of its own, as many at once as asked for (a subject several times if there
 are fewer), compares each launch bit for bit with its first one, and finds its results' memory
 filled with LEFT before. Subjects: the attention kernels with durations of more than a turn, cuDNN
-and a product of matrices for comparison, and the small kernels of turns_kernels.py, each with one
-part more than the last. docs/log.md, 2026-11-30, says what was seen.
+and products of matrices for comparison, and the small kernels of turns_kernels.py, each with one
+part more than the last. PLANTED, to be named by --only, has the fault that lost tiles: with luck it
+is wrong in one of a hundred launches. docs/log.md, 2026-11-30, says what was seen.
 """
 
 from __future__ import annotations
@@ -52,27 +53,38 @@ class Finding:
 
 def main(argv: list[str] | None = None) -> int:
     """Run subjects beside each other, print a table; 0 if all were right."""
-    parser = argparse.ArgumentParser(prog="python -m tests.kernels.turns")
-    parser.add_argument("--only", nargs="+", choices=sorted(SUBJECTS), default=list(SUBJECTS))
-    parser.add_argument("--processes", type=int, default=8, help="at once")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of launches in each")
-    parser.add_argument("--way", choices=sorted(WAYS), help="to assemble kernels (turns_ways.py)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--one", choices=sorted(SUBJECTS), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     if args.one:
         if args.way:
             install(args.way)
         found = watched(args.one, SUBJECTS[args.one](), args.seconds)
         print(_FOUND + json.dumps(asdict(found)), flush=True)
         return 0
-    named = list(itertools.islice(itertools.cycle(args.only), max(args.processes, len(args.only))))
-    with ThreadPoolExecutor(args.processes) as pool:
-        findings = list(pool.map(lambda name: beside(name, args.seconds, args.way), named))
+    findings = together(args.only, args.processes, args.seconds, args.way)
     print(table(findings))
     if args.json:
         args.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
     return 0 if all(finding.verdict == "right" for finding in findings) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.turns")
+    parser.add_argument("--only", nargs="+", choices=sorted(SUBJECTS), default=SOUND)
+    parser.add_argument("--processes", type=int, default=8, help="at once")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of launches in each")
+    parser.add_argument("--way", choices=sorted(WAYS), help="to assemble kernels (turns_ways.py)")
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--one", choices=sorted(SUBJECTS), help=argparse.SUPPRESS)
+    return parser
+
+
+def together(
+    names: Sequence[str], processes: int, seconds: float, way: str | None = None
+) -> list[Finding]:
+    """Subjects beside each other, over again where there are fewer than processes."""
+    named = itertools.islice(itertools.cycle(names), max(processes, len(names)))
+    with ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(lambda name: beside(name, seconds, way), named))
 
 
 def beside(name: str, seconds: float, way: str | None = None) -> Finding:
@@ -238,6 +250,7 @@ _LONG = GpuCase("causal", 2, 16, 16, 8192, 8192, 128)
 _FULL = GpuCase("full", 2, 16, 16, 8192, 8192, 128)
 _CAPPED = GpuCase("causal+softcap", 2, 16, 16, 8192, 8192, 128)
 _FORWARD = GpuCase("causal", 16, 16, 16, 8192, 8192, 128)
+PLANTED = "small, apart, drawn, unused barriers"
 PARTS: dict[str, dict[str, bool]] = {
     "small": {},
     "small, TMA": {"LOADS": True},
@@ -255,7 +268,7 @@ PARTS: dict[str, dict[str, bool]] = {
         "APART": True, "SIGNALS": True, "LOADS": True, "STORES": True, "PRODUCTS": True,
         "DRAWS": True,
     },
-    "small, apart, drawn, unused barriers": {
+    PLANTED: {
         "APART": True, "SIGNALS": True, "LOADS": True, "STORES": True, "PRODUCTS": True,
         "DRAWS": True, "UNUSED": True,
     },
@@ -275,6 +288,7 @@ SUBJECTS: dict[str, Callable[[], Run]] = {
     "CUTLASS's product": _rowwise,
     **{name: lambda parts=parts: small(parts) for name, parts in PARTS.items()},
 }
+SOUND = [name for name in SUBJECTS if name != PLANTED]
 
 if __name__ == "__main__":
     sys.exit(main())

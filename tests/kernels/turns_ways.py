@@ -1,71 +1,26 @@
 """Other ways to assemble Gluon kernels, to be tried by turns.py: is one of the compiler's habits
-what interrupted kernels die of? Each changes the PTX of kernels whose warps are divided."""
+what interrupted kernels die of? Each changes the PTX of kernels whose warps are divided. None of
+these made a difference to kernels that lost tiles (docs/log.md, 2026-11-30)."""
 
 from __future__ import annotations
 
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 _DIVIDED = "setmaxnreg"
 _CACHES = ("TRITON_CACHE_DIR", "ATTNLOOM_CACHE_DIR")
-
-
-def _registers_alike(ptx: str) -> str:
-    """No warp gives registers to another. Seen: tiles are lost all the same."""
-    return re.sub(r"\n[^\n]*setmaxnreg[^\n]*", "", ptx)
-
-
-def _another_barrier(ptx: str) -> str:
-    """The first partition meets at a barrier of its own, not at the one of whole programs."""
-    return re.sub(r"bar\.sync(\s+)0, 128;", r"bar.sync\g<1>9, 128;", ptx)
-
-
-def _nobody_waits_for_all(ptx: str) -> str:
-    """Barriers of all warps name how many they are."""
-    threads = re.search(r"\.reqntid (\d+)", ptx)
-    assert threads is not None
-    return re.sub(r"barrier\.sync(\s+)1;", rf"barrier.sync\g<1>1, {threads[1]};", ptx)
-
-
-def _waits_by_asking(ptx: str) -> str:
-    """Who waits for an mbarrier asks again and again; nothing suspends a warp."""
-    return ptx.replace("mbarrier.try_wait.parity", "mbarrier.test_wait.parity")
-
-
-def _waits_for_memory(ptx: str) -> str:
-    """Who stores by TMA waits until memory has it, not only until shared memory is read."""
-    return ptx.replace("cp.async.bulk.wait_group.read", "cp.async.bulk.wait_group")
-
-
-def _may_part(ptx: str) -> str:
-    """Nobody promises that the lanes of a warp see an mbarrier's phase end at once."""
-    return ptx.replace("bra.uni waitLoop", "bra waitLoop")
-
-
-def _meets_again(ptx: str) -> str:
-    """Lanes that waited for an mbarrier wait for each other."""
-    again = "@!complete bra waitLoop;\nbar.warp.sync 0xffffffff;"
-    return ptx.replace("@!complete bra.uni waitLoop;", again)
-
-
-def _votes(ptx: str) -> str:
-    """The lanes of a warp agree that an mbarrier's phase ended."""
-    vote = "vote.sync.all.pred complete, complete, 0xffffffff;\n@!complete bra.uni waitLoop;"
-    return ptx.replace("@!complete bra.uni waitLoop;", vote)
-
-
-WAYS: dict[str, Callable[[str], str]] = {
-    "registers alike": _registers_alike,
-    "another barrier": _another_barrier,
-    "counted barrier": _nobody_waits_for_all,
-    "asks": _waits_by_asking,
-    "waits for memory": _waits_for_memory,
-    "may part": _may_part,
-    "meets again": _meets_again,
-    "votes": _votes,
+# name -> (pattern, what is in its place)
+WAYS: dict[str, tuple[str, str]] = {
+    # no warp gives registers to another
+    "registers alike": (r"\n[^\n]*setmaxnreg[^\n]*", ""),
+    # the first partition meets at a barrier of its own, not at the one of whole programs
+    "another barrier": (r"bar\.sync(\s+)0, 128;", r"bar.sync\g<1>9, 128;"),
+    # who waits for an mbarrier asks again and again; nothing suspends a warp
+    "asks": (r"mbarrier\.try_wait\.parity", "mbarrier.test_wait.parity"),
+    # who stores by TMA waits until memory has it, not only until shared memory is read
+    "waits for memory": (r"cp\.async\.bulk\.wait_group\.read", "cp.async.bulk.wait_group"),
 }
 
 
@@ -77,7 +32,7 @@ def changed(way: str, ptx: str) -> str:
     """
     if _DIVIDED not in ptx:
         return ptx
-    found = WAYS[way](ptx)
+    found = re.sub(*WAYS[way], ptx)
     assert found != ptx, f"{way} changes nothing"
     return found
 

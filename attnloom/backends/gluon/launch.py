@@ -15,7 +15,6 @@ import torch
 
 from attnloom.backends.collecting import uncollected
 from attnloom.backends.gluon import gate
-from attnloom.backends.gluon.neighbours import warn_of_neighbours
 from attnloom.backends.registry import (
     AttentionCall,
     BackwardAgain,
@@ -49,7 +48,6 @@ class GluonBackend:
             found = launch_forward.forward(call, want_max_scores)
         if isinstance(found, str):
             return self._other(call, found).forward(call, want_max_scores)
-        warn_of_neighbours(call.query.device)
         return found
 
     def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
