@@ -106,6 +106,8 @@ class Sweep(gluon_protocol_backward.Backward):
             raise ProtocolError(f"results left for {sorted(self.left)}")
         if counter.memory[0]:
             raise ProtocolError("the counter was not put back")
+        if self.steps:
+            self.world.check_barriers()
 
     def _key_head(self, b: int, h: int) -> tuple[int, int]:
         return b, h
