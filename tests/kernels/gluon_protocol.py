@@ -129,7 +129,7 @@ class Launch:
     def names(self) -> dict[str, Any]:
         """What the functions' modules hold in place of the language's."""
         found = stand_ins(self.world, self.plan.programs, MODULES)
-        found |= {"ROWS": ROWS, "FLAG_BITS": 6}
+        found |= {"ROWS": ROWS, "FLAG_BITS": 6, "ALL_FULL": 42}
         found |= {name: self._watched(found[name]) for name in ("_overlapped_tile", "_plain_tile")}
         return found | {
             "take_job": self._remembered(found["take_job"]),

@@ -34,6 +34,7 @@ PLAIN |= {"MAY_BE_EMPTY": False, "NUM_COLUMNS": 0, "APART": False}
 FORMS = {
     "two consumers": form(),
     "three consumers": form(3),
+    "two consumers, apart": form(APART=True),
     "no mask": form(**PLAIN),
     "no columns": form(NUM_COLUMNS=0),
     "one tile of queries": form(Q_STAGES=1, OUT_IN_Q=True),
@@ -79,6 +80,15 @@ def test_every_wait_ends_and_every_product_has_its_operands(name: str, laggard: 
     draw = random.Random(name)
     for seed in range(2):
         Launch(FORMS[name], plan_of(FORMS[name], draw), seed, laggard).run()
+
+
+@pytest.mark.parametrize("keys", [((),), ((0, 1), ())])
+def test_a_tile_without_keys_does_not_wait_for_their_columns(
+    keys: tuple[tuple[int, ...], ...],
+) -> None:
+    """Where consumers have blocks of their own it took a step that is not there for a partial one,
+    and waited for ever: documents in blocks of 64 queries, D=128, when the last tile is empty."""
+    Launch(form(APART=True), Plan(keys, programs=1), seed=0).run()
 
 
 LONG = Plan(((0, 1, 2, 3, 4), (2, 3), ()), programs=2)

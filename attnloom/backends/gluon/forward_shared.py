@@ -18,6 +18,7 @@ from attnloom.backends.gluon import configs_forward, merged_lists
 
 ROWS = gl.constexpr(configs_forward.ROWS)  # queries of a consumer
 FLAG_BITS = gl.constexpr(merged_lists.FLAG_BITS)
+ALL_FULL = gl.constexpr(0b101010)  # flags of a step that three consumers keep all of, APART
 
 _Memory = gl.shared_memory_descriptor
 
@@ -186,6 +187,6 @@ def is_full(tag, consumer, cfg: gl.constexpr):
 def all_full(tag, cfg: gl.constexpr):
     """Whether every consumer keeps all scores of a step."""
     if cfg.APART:
-        return (tag & ((1 << FLAG_BITS) - 1)) == (42 if cfg.CONSUMERS == 3 else 10)
+        return (tag & ((1 << FLAG_BITS) - 1)) == (ALL_FULL if cfg.CONSUMERS == 3 else 10)
     else:
         return (tag & 1) == 0

@@ -52,6 +52,7 @@ from attnloom.backends.gluon.forward_math import (
     softmax_step,
 )
 from attnloom.backends.gluon.forward_shared import (
+    ALL_FULL,
     ROWS,
     allocate,
     is_full,
@@ -133,7 +134,8 @@ def _prepare(mem, slot, live, context, pieces, L: gl.constexpr, cfg: gl.constexp
     if cfg.NEEDS_KEYS:
         tag = get(mem.tags.index(slot))
         if cfg.MAY_BE_EMPTY:
-            tag = gl.where(live, tag, 0)
+            # of no step: full for all, or the columns of no keys would be waited for
+            tag = gl.where(live, tag, ALL_FULL if cfg.APART else 0)
     keys = key_positions(tag, L, cfg)
     if not cfg.PREFETCH:
         pieces = look_up(context, tag, cfg)
