@@ -109,3 +109,13 @@ def test_small_kernels(name: str) -> None:
     needs_hopper()
     found = turns.watched(name, turns.small(turns.PARTS[name], 300, 11, 3), 1.0)
     assert found.verdict == "right", found
+
+
+@pytest.mark.gpu
+def test_interrupted_kernels_lose_no_tile() -> None:
+    """Barriers that nobody used lost tiles of the forward, and faulted the backward, in each of
+    several processes that took turns: memory that was theirs still held other things."""
+    needs_hopper()
+    found = turns.together(["forward", "backward, a tile a program"], 4, 10.0)
+    assert [finding.verdict for finding in found] == ["right"] * 4, turns.table(found)
+    assert min(finding.runs for finding in found) >= 10
