@@ -17,10 +17,10 @@ needs_gluon()
 # ruff: noqa: E402
 from attnloom.backends.gluon import (
     configs_backward,
+    few_keys,
     launch_backward,
     launch_wide,
     ready_backward,
-    swept_choice,
 )
 from attnloom.backends.registry import AttentionCall
 from tests.kernels.cross_compile import TARGETS, Compiled, compile_for, device_is
@@ -82,7 +82,7 @@ def test_causal(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_sums_of_dq_that_programs_keep_are_not_added_to_in_memory(head_dim: int) -> None:
     call = make_call(head_dim, mask_mod=causal, q_len=2048, kv_len=2048)
-    with mock.patch.object(swept_choice, "sweeps", lambda call: True):
+    with mock.patch.object(few_keys, "sweeps", lambda call: True):
         made = compiled(call)
     main = made["backward_kernel"]
     assert not main.serialised
@@ -91,6 +91,29 @@ def test_sums_of_dq_that_programs_keep_are_not_added_to_in_memory(head_dim: int)
     assert "red.relaxed" not in main.text
     assert "st.global.cg.v4.f32" in main.text
     assert "finish_kernel" not in made
+
+
+IDS = torch.arange(2048) // 170
+
+
+@pytest.mark.parametrize("swept", [True, False])
+def test_ids_of_queries_are_loaded_once_a_step(swept: bool) -> None:
+    """A thread of either consumer has 16 queries of a step, and loaded their ids one by one: 36
+    loads of 64 bits."""
+    call = make_call(
+        128, mask_mod=lambda b, h, q, kv: (q >= kv) & (IDS[q] == IDS[kv]), q_len=2048, kv_len=2048
+    )
+    with (
+        mock.patch.object(few_keys, "sweeps", lambda call: swept),
+        mock.patch.object(few_keys, "sees_few", lambda call: True),
+        mock.patch.object(few_keys, "has_few", lambda blocks, sides: False),
+    ):
+        main = compiled(call)["backward_kernel"]
+    assert not main.serialised
+    assert main.spills <= 56
+    # one of a query and two of keys for each consumer
+    assert len(re.findall(r"ld\.global\.b64", main.text)) == 6
+    assert ("red.relaxed.gpu.global.add.v4.f32" in main.text) != swept
 
 
 def compiled_wide(call: AttentionCall) -> dict[str, Any]:

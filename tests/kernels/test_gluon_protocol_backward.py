@@ -49,8 +49,10 @@ FORMS = {
     "wide, tiles drawn": form(**DRAWN),
     "wide, tiles drawn, by head": form(BY_HEAD=True, **DRAWN),
     "wide, tiles drawn, one list": form(SAME_LISTS=True, **DRAWN),
-    "wide, tiles drawn, late": form(LEAVES_LATE=True, **DRAWN),
-    "narrow, tiles drawn, late": form(DQ_APART=True, LEAVES_LATE=True, **DRAWN),
+    "wide, tiles drawn, late": form(LEAVES_LATE=True, FOLD=True, ROWS_APART=True, **DRAWN),
+    "wide, tiles drawn, late, whole steps": form(
+        LEAVES_LATE=True, FOLD=True, ROWS_APART=True, **DRAWN | {"SUB": 1}
+    ),
     "narrow, tiles drawn": form(DQ_APART=True, **DRAWN),
     "narrow, tiles drawn, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **DRAWN),
     "no mask": form(

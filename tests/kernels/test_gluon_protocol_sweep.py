@@ -18,7 +18,10 @@ FORMS = {
     "wide": form(**SWEPT),
     "wide, whole steps": form(**SWEPT | {"SUB": 1}),
     "wide, by head": form(**SWEPT | {"SAME_LISTS": False}),
-    "wide, late": form(LEAVES_LATE=True, **SWEPT),
+    "wide, late": form(LEAVES_LATE=True, FOLD=True, ROWS_APART=True, MASK_FIRST=True, **SWEPT),
+    "wide, late, whole steps": form(
+        LEAVES_LATE=True, FOLD=True, ROWS_APART=True, MASK_FIRST=True, **SWEPT | {"SUB": 1}
+    ),
     "narrow": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **SWEPT),
 }
 

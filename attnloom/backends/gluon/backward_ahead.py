@@ -14,6 +14,7 @@ import torch
 
 from attnloom.backends.gluon import launch_backward, launch_wide, ready_backward
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS
+from attnloom.backends.gluon.few_keys import finer
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.registry import AttentionCall
@@ -37,7 +38,7 @@ def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     if ready_backward.portable(call) is not None:
         _compile(backward_launches(call, out, lse))
         return
-    operands = Operands.expected(call, out, lse)
+    operands = Operands.expected(finer(call), out, lse)
     if ready_backward.remembered(ready_backward.key_of(operands))[0]:
         return
     mods = Mods.of(call, has_first_numbers(call))

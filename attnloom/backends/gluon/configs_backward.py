@@ -61,7 +61,8 @@ _WIDE_FOLD = Form(2, dq_apart=False, early=False, fold=True, registers=240)
 _WIDE_DRAWN = replace(_WIDE, narrow=True, persistent=True)
 _WIDE_FOLD_DRAWN = replace(_WIDE_FOLD, narrow=True, persistent=True)
 _NARROW_SWEPT = replace(_NARROW_FOLD_DRAWN, sweeps=True)
-_WIDE_SWEPT = replace(_WIDE_FOLD_DRAWN, sweeps=True)
+_WIDE_FEW = replace(_WIDE_FOLD_DRAWN, rows_apart=True, leaves_late=True)
+_WIDE_SWEPT = replace(_WIDE_FEW, sweeps=True, mask_first=True)
 
 
 def width_of(head_dim: int) -> int:
@@ -76,6 +77,7 @@ def form_for(
     may_fold: bool,
     learns: bool = False,
     sweeps: bool = False,
+    sees_few: bool = False,
 ) -> Form:
     """The form of a problem.
 
@@ -84,10 +86,13 @@ def form_for(
         may_fold: scores are what the products give, times a positive scale.
         learns: captured tensors get gradients.
         sweeps: programs may sweep over heads, of scores that fold, with a mask.
+        sees_few: of such a mask too, tiles of keys have few steps (few_keys.py).
     """
     narrow = max(width_of(head_dim), width_of(value_dim)) == 64
     if sweeps and may_mask and may_fold:
         return _NARROW_SWEPT if narrow else _WIDE_SWEPT
+    if sees_few and may_mask and may_fold and not narrow:
+        return _WIDE_FEW
     if narrow:
         if not may_fold:
             return _NARROW

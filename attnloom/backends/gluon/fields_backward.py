@@ -20,7 +20,7 @@ from attnloom.backends.triton.config import KernelConfig, value_of
 from attnloom.backends.triton.configs import per_block
 from attnloom.backends.triton.emit_grad import Sinks, gradient_of, index_axes, is_tame
 from attnloom.backends.triton.operands import Operands
-from attnloom.ir.node import Axes, Program
+from attnloom.ir.node import Axes, BoundProgram, Program
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -214,7 +214,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         FOLD=form.fold,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
-        ROWS_APART=call.mask is not None and form.rows_apart,
+        ROWS_APART=form.rows_apart and _looks_up_queries(call.mask),
         MASK_FIRST=may_mask and form.fold and form.mask_first,
         LEAVES_LATE=form.leaves_late,
         SWEEPS=form.sweeps,
@@ -222,6 +222,14 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         DQ_STORE=_store_of_pairs(query.dtype),
         DQ_RAGGED=form.sweeps and (query.size(2) % STEP != 0 or query.size(3) != widths[0]),
         LOAD_REGISTERS=form.load_registers,
+    )
+
+
+def _looks_up_queries(mask: BoundProgram | None) -> bool:
+    """Whether a mask has loads for queries, which threads share in registers: one each."""
+    return mask is not None and any(
+        node.op == "load" and axes & (Axes.Q | Axes.KV) == Axes.Q
+        for node, axes in zip(mask.program.nodes, mask.program.axes, strict=True)
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from attnloom.backends.gluon import launch_wide, ready_backward
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS
 from attnloom.backends.gluon.counters import counter_of
+from attnloom.backends.gluon.few_keys import finer
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
 from attnloom.backends.gluon.lists_backward import key_lists, row_lists
@@ -55,7 +56,8 @@ def backward(
             return found
     why = ready_backward.portable(call)
     if why is None:
-        operands = Operands.of(call, out, lse, ready_backward.with_descriptor(dout), dlse)
+        taken = finer(call)
+        operands = Operands.of(taken, out, lse, ready_backward.with_descriptor(dout), dlse)
         found = _run_known(operands)
         if found is not None:
             return found
@@ -96,7 +98,8 @@ def backward_again(
     why = None if wide else ready_backward.portable(call)
     if why is not None:
         return why
-    found = operands_of_aliases(call, out, lse, dout, dlse)
+    taken = call if wide else finer(call)
+    found = operands_of_aliases(taken, out, lse, dout, dlse)
     if found is None or ready_backward.with_descriptor(dout) is not dout:
         return None
     operands, sources = found
@@ -123,7 +126,11 @@ def backward_again(
     if ready.finish is not None:
         finish_arguments = _finish_arguments(operands, ready, dq_sum)
         starts.append(ready.finish.restart(finish_arguments, sources))
-    return BackwardAgain.of(operands, (stats, dq_sum), starts)
+    again = BackwardAgain.of(operands, (stats, dq_sum), starts)
+    if again is not None and taken is not call:
+        # smaller blocks follow from what the mask_mod's tensors held
+        return again.only_for(call)
+    return again
 
 
 def expected_launches(operands: Operands, ready: Ready) -> list[Launch]:

@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnloom.backends.gluon import swept_choice
+from attnloom.backends.gluon import few_keys
 from attnloom.backends.gluon.backward_around import finish_kernel, prepare_kernel
 from attnloom.backends.gluon.backward_sm90 import backward_kernel
 from attnloom.backends.gluon.configs_backward import (
@@ -191,7 +191,8 @@ def _form_of(call: AttentionCall) -> Form:
         may_mask=call.mask is not None or tail,
         may_fold=may_fold(call),
         learns=call.learns,
-        sweeps=swept_choice.sweeps(call),
+        sweeps=few_keys.sweeps(call),
+        sees_few=few_keys.sees_few(call),
     )
 
 
@@ -287,8 +288,9 @@ _ready: dict[tuple[Any, ...], Ready | None] = {}
 def key_of(operands: Operands) -> tuple[Any, ...]:
     blocks = operands.call.blocks
     alike = blocks is None or blocks.num_batches * blocks.num_heads == 1
-    sweeps = _form_of(operands.call).sweeps
-    return operands.signature, operands.call.scale, has_first_numbers(operands.call), alike, sweeps
+    form = _form_of(operands.call)
+    few = form.sweeps, form.leaves_late  # by numbers of blocks, which the signature has not
+    return operands.signature, operands.call.scale, has_first_numbers(operands.call), alike, few
 
 
 def remembered(key: tuple[Any, ...]) -> tuple[bool, Ready | None]:
