@@ -10,7 +10,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from benchmarks.gpu_peers import (
     summary,
     taking_part,
 )
-from benchmarks.rows import Row
+from benchmarks.rows import READING, Row
 from benchmarks.timing import Sample, summarise
 
 ROUNDS = 11
@@ -43,12 +43,16 @@ Results = dict[str, tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """One phase of one case: `start` gives, for an attention and its inputs, what is timed."""
+    """One phase of one case: `start` gives, for an attention and its inputs, what is timed.
+
+    bound: what none can beat on these inputs, timed beside them as the peer READING.
+    """
 
     suite: str
     name: str
     case: GpuCase
     start: Callable[[Attention, Sequence[torch.Tensor]], Callable[[], Any]]
+    bound: Callable[[Sequence[torch.Tensor]], Callable[[], Any]] | None = None
 
 
 class DisagreementError(RuntimeError):
@@ -98,11 +102,12 @@ def gpu_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
 
 
 def decode_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
-    """DECODE: one query against a long cache."""
+    """DECODE: one query against a long cache, and the time of reading it."""
     contest = _Field(taking_part(peers))
     for case in DECODE:
         if keeps("decode-" + case.name):
-            yield from contest.compare(_forward("decode", "decode", case))
+            phase = replace(_forward("decode", "decode", case), bound=_reading)
+            yield from contest.compare(phase)
     contest.require_agreement()
 
 
@@ -114,6 +119,12 @@ def scaling_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
             yield from contest.compare(_forward("scaling", "forward", case))
             yield from contest.compare(_backward("scaling", case))
     contest.require_agreement()
+
+
+def _reading(inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:
+    from benchmarks.gpu_reading import reading  # needs Triton
+
+    return reading(inputs[1].detach(), inputs[2].detach())
 
 
 def _forward(suite: str, name: str, case: GpuCase) -> _Phase:
@@ -192,6 +203,8 @@ def _results(
                 file=sys.stderr,
                 flush=True,
             )
+    if phase.bound is not None:
+        runs[READING] = phase.bound(inputs)
     return runs, results
 
 

@@ -1,5 +1,5 @@
 """Decode over pages beside decode over one tensor: with the same kernel, mask and lengths, and by
-SDPA's FlashAttention 2, which has no pages."""
+SDPA's FlashAttention 2, which has no pages; and beside a kernel that only reads those pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnloom import PagedKV, PageTable, create_block_mask, flex_attention
 from benchmarks.gpu import alternate
 from benchmarks.gpu_cases import DEVICE, GpuCase
 from benchmarks.gpu_peers import CONTENDERS
-from benchmarks.rows import Row
+from benchmarks.rows import READING, Row
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 # One query, which sees all keys: causal from the end of them.
@@ -35,16 +35,18 @@ def paged_suite(keeps: Callable[[str], bool]) -> Iterator[Row]:
         name += f"-d{case.head_dim}"
         if not keeps(name):
             continue
-        runs = _runs(case)
+        runs, bounds = _runs(case)
         outputs = {label: run() for label, run in runs.items()}
         for label, out in outputs.items():
             error = float((out - outputs["contiguous"]).abs().max())
             if not error <= _AGREEMENT:
                 raise RuntimeError(f"{name}: {label} differs from contiguous by {error:.3g}")
-        samples = alternate(runs, _ROUNDS)
-        theirs = {peer: samples.pop(peer) for peer in PEERS}
-        for label, ours in samples.items():
-            for peer, sample in theirs.items():
+        alone = {_alone(label): bound for label, bound in bounds.items()}
+        samples = alternate(runs | alone, _ROUNDS)
+        theirs = {peer: samples[peer] for peer in PEERS}
+        for label in bounds:
+            ours = samples[label]
+            for peer, sample in (theirs | {READING: samples[_alone(label)]}).items():
                 yield Row(
                     "paged",
                     f"{label}-{name}",
@@ -63,9 +65,18 @@ def paged_suite(keeps: Callable[[str], bool]) -> Iterator[Row]:
                 )
 
 
-def _runs(case: GpuCase) -> dict[str, Callable[[], torch.Tensor]]:
+def _alone(label: str) -> str:
+    return f"{label} {READING}"
+
+
+Runs = dict[str, Callable[[], torch.Tensor]]
+
+
+def _runs(case: GpuCase) -> tuple[Runs, Runs]:
     """Attention over the same keys and values in one tensor, the peers', and in pages of each
-    size."""
+    size; and what only reads those pages."""
+    from benchmarks.gpu_reading import reading  # needs Triton
+
     batch, length = case.batch, case.kv_len
     query, key, value = case.inputs()
     lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
@@ -74,7 +85,8 @@ def _runs(case: GpuCase) -> dict[str, Callable[[], torch.Tensor]]:
     whole = functools.partial(attend, key, value, block_mask=mask.for_decode(lengths))
     flash = CONTENDERS["sdpa-flash"].prepare(case, None)
     assert flash is not None
-    runs: dict[str, Callable[[], torch.Tensor]] = {
+    bounds: Runs = {}
+    runs: Runs = {
         "contiguous": whole,  # type: ignore[dict-item]
         "sdpa-flash": functools.partial(flash, query, key, value),
     }
@@ -87,7 +99,8 @@ def _runs(case: GpuCase) -> dict[str, Callable[[], torch.Tensor]]:
         runs[f"page{page_size}"] = functools.partial(  # type: ignore[assignment]
             attend, PagedKV(keys, values, table), block_mask=mask
         )
-    return runs
+        bounds[f"page{page_size}"] = reading(keys, values, table.pages)
+    return runs, bounds
 
 
 def _in_pages(tensor: torch.Tensor, places: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import gpu, gpu_paged
 from benchmarks.gpu_cases import GpuCase
+from benchmarks.gpu_peers import Contender
 
 
 @pytest.fixture
@@ -37,8 +38,24 @@ def test_short_runs_are_timed_as_often_as_asked_for(told_times: None) -> None:
 def test_pages_are_timed_more_often(told_times: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Medians of 11 runs were within 1% of each other, and a row may lose 2%."""
     ran = torch.tensor(0.1)
-    labels = ("contiguous", "sdpa-flash", "page16")
-    monkeypatch.setattr(gpu_paged, "_runs", lambda _: {label: lambda: ran for label in labels})
+    runs = {label: lambda: ran for label in ("contiguous", "sdpa-flash", "page16")}
+    monkeypatch.setattr(gpu_paged, "_runs", lambda _: (runs, {"page16": lambda: ran / 2}))
     monkeypatch.setattr(gpu_paged, "SHAPES", (GpuCase("full", 1, 1, 1, 1, 16, 16),))
     rows = list(gpu_paged.paged_suite(lambda _: True))
-    assert [row.num_runs for row in rows] == [31, 31]
+    assert [row.num_runs for row in rows] == [31, 31, 31]
+    assert [row.peer for row in rows] == ["contiguous", "sdpa-flash", "reading"]
+    assert [row.lost for row in rows] == [False, False, False]
+    assert rows[2].ratio == pytest.approx(0.5)
+
+
+def test_reading_is_timed_beside_decode(told_times: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives nothing to be compared, and is no peer that wins."""
+    peer = Contender(lambda case, learned: lambda query, key, value: query)
+    monkeypatch.setattr(gpu, "DECODE", (GpuCase("full", 1, 1, 1, 1, 1, 1),))
+    monkeypatch.setattr(gpu, "CONTENDERS", {"attnloom": peer, "peer": peer})
+    monkeypatch.setattr(gpu, "taking_part", tuple)
+    monkeypatch.setattr(GpuCase, "inputs", lambda _: [torch.tensor(x) for x in (0.2, 0.1, 0.1)])
+    monkeypatch.setattr(gpu, "_reading", lambda inputs: lambda: inputs[1])
+    rows = list(gpu.decode_suite(lambda _: True, ["peer"]))
+    assert [(row.peer, row.lost) for row in rows] == [("peer", False), ("reading", False)]
+    assert rows[1].ratio == pytest.approx(0.5)
