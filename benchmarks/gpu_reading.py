@@ -4,6 +4,7 @@ nothing else."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -40,19 +41,19 @@ def reading(
     key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor | None = None, streams: int = 1
 ) -> Callable[[], torch.Tensor]:
     """Reads contiguous [B, Hkv, L, D], or [num_pages, Hkv, page_size, D] in the order of `pages`
-    [B, columns] int32; gives sums that
-    all of it went into."""
+    [B, columns] int32; gives sums that all of it went into."""
     assert key.is_contiguous() and value.is_contiguous() and key.shape == value.shape
     words = [x.view(-1).view(torch.int32) for x in (key, value)]
     programs = words[0].numel() // _WORDS
     assert programs * _WORDS == words[0].numel() and programs % streams == 0
     chunk = _WORDS if pages is None else key[0, 0].numel() * key.element_size() // 4
     table = words[0] if pages is None else pages
+    kernel: Any = _read_words
     columns = 1 if pages is None else pages.size(1)
 
     def run() -> torch.Tensor:
         sums = torch.empty(programs, dtype=torch.int64, device=key.device)
-        _read_words[(programs,)](
+        kernel[(programs,)](
             *words, table, sums, key.size(1), columns, streams, _WORDS, chunk,
             pages is not None, num_warps=_WARPS,
         )  # fmt: skip

@@ -51,6 +51,10 @@ def _store_rows(
 
 @triton.jit
 def _load_queries(q, offsets, inside, cfg: tl.constexpr):
+    if cfg.ALIGNED:
+        # said by arithmetic, as in tiles.py: loads of single elements cost registers and time
+        UNIT: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth
+        offsets = (offsets // UNIT) * UNIT
     q0 = _load_rows(q, offsets, inside, 0, cfg.D0, cfg)
     q1 = q0
     q2 = q0
@@ -68,11 +72,16 @@ def _share(lists, b, h_kv, kv_len, split, num_splits, cfg: tl.constexpr):
     if cfg.HAS_LISTS:
         unit = b * whole32(lists, 2) + h_kv * whole32(lists, 5)
         first = tl.load(lists[1] + unit)
-        total = ((tl.load(lists[1] + unit + 1) - first) * cfg.SUB).to(tl.int64)
+        total = ((tl.load(lists[1] + unit + 1) - first) * cfg.SUB).to(tl.int32)
     else:
-        total = tl.cdiv(kv_len, cfg.TILE_N).to(tl.int64)
-    start = (total * split // num_splits).to(tl.int32)
-    stop = (total * (split + 1) // num_splits).to(tl.int32)
+        total = tl.cdiv(kv_len, cfg.TILE_N)
+    start = total * 0
+    stop = total
+    if num_splits > 1:
+        each = total // num_splits
+        more = total - each * num_splits
+        start = each * split + tl.minimum(split, more)
+        stop = start + each + (split < more).to(tl.int32)
     return first, start, stop
 
 
@@ -82,8 +91,8 @@ def decode_kernel(
     score_args, mask_args, scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
     """shape = (Hq, GROUP, row chunks, splits, Q_LEN, KV_LEN, q_offset, kv_offset, kv batch step
-    0/1, block that overhangs KV_LEN or -1); strides as in forward.py. lists = (entries, offsets
-    [units + 1], batch step, head step), see lists.py."""
+    0/1, block that overhangs KV_LEN or -1, Hkv); strides as in forward.py. lists = (entries,
+    offsets [units + 1], batch step, head step), see lists.py."""
     if cfg.OVERLAPS:
         gdc_launch_dependents()
     k_src, v_src = (k0, k1, k2), (v0, v1, v2)
@@ -91,11 +100,20 @@ def decode_kernel(
     num_chunks, num_splits = whole32(shape, 6), whole32(shape, 9)
     q_len, kv_len = whole32(shape, 12), whole32(shape, 15)
     pid = tl.program_id(0)
-    split = pid % num_splits
-    chunk = (pid // num_splits) % num_chunks
-    unit = pid // (num_splits * num_chunks)
-    b = unit // (heads // group)
-    h_kv = unit % (heads // group)
+    # The first copies wait for these divisions, each some 20 instructions long.
+    unit = pid
+    split = pid * 0
+    chunk = pid * 0
+    if num_splits > 1:
+        unit = pid // num_splits
+        split = pid - unit * num_splits
+    if num_chunks > 1:
+        rest = unit // num_chunks
+        chunk = unit - rest * num_chunks
+        unit = rest
+    kv_heads = whole32(shape, 30)
+    b = unit // kv_heads
+    h_kv = unit - b * kv_heads
     b_kv = b * whole32(shape, 24)
     k_at = (b_kv, h_kv, whole(strides, 9), whole(strides, 12), whole(strides, 15), kv_len)
     v_at = (b_kv, h_kv, whole(strides, 18), whole(strides, 21), whole(strides, 24), kv_len)
@@ -105,9 +123,13 @@ def decode_kernel(
     num_rows = group * q_len
     inside = rows < num_rows
     clamped = tl.minimum(rows, num_rows - 1)
-    h = h_kv * group + clamped // q_len
-    query = clamped % q_len
-    q_tile = _load_queries(q, row_offsets(b, h, query, strides, 0)[:, None], inside[:, None], cfg)
+    h = h_kv * group + clamped
+    query = clamped * 0
+    if q_len > 1:
+        h = h_kv * group + clamped // q_len
+        query = clamped % q_len
+    at_q = row_offsets(b, h, query, strides, 0)[:, None]
+    q_tile = _load_queries(q, at_q, inside[:, None], cfg)
     factor = real(scale, 0, cfg.ACC)
     pos = (b, h[:, None], query[:, None], whole32(shape, 18), whole32(shape, 21))
     score_ctx = score_context(score_args, b, pos[1], pos[2], cfg)

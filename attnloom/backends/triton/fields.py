@@ -38,7 +38,8 @@ _TL = {
 class ForwardConfig(KernelConfig):
     """Everything that a forward or decode kernel is compiled for; see the glossary of forward.py.
 
-    SINGLE, OVERLAPS: of decode.py and paged.py: one split; a second kernel starts beside this one.
+    SINGLE, OVERLAPS, HINT: of decode.py and paged.py: one split; a second kernel starts beside this
+    one; what copies say to the second-level cache (read_once.py), "": nothing.
     """
 
     TILE_M: int
@@ -73,6 +74,7 @@ class ForwardConfig(KernelConfig):
     MASK_BODY: JITFunction | None = None
     SINGLE: bool = False
     OVERLAPS: bool = False
+    HINT: str = ""
 
     __hash__ = KernelConfig.__hash__
 

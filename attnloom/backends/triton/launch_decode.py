@@ -22,6 +22,7 @@ from attnloom.backends.triton.fields import (
     Tensors,
     overhanging_block,
 )
+from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import covering, group_lists
 from attnloom.backends.triton.merge import combine_kernel
@@ -32,6 +33,7 @@ from attnloom.backends.triton.preparation import (
     phase_fields,
     shape_class,
 )
+from attnloom.backends.triton.read_once import hint_for
 from attnloom.backends.triton.splits import (
     merge_config,
     merge_options,
@@ -198,11 +200,17 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         0 if blocks is None else blocks.kv_offset,
         0 if key.size(0) == 1 else 1,
         overhanging_block(call),
+        key.size(1),
     )
     config = ForwardConfig(
         **phase_fields(call, tensors, tile),
         SINGLE=splits == 1,
         OVERLAPS=splits > 1 and device.can_overlap,
+        HINT=hint_for(
+            query.device,
+            num_chunks * batch // key.size(0),
+            key.nbytes + tensors.value.nbytes,
+        ),
     )
     merge = None
     if splits > 1:
@@ -228,4 +236,9 @@ def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
         limit_n = min(limit_n, blocks.kv_block)
     num_rows = query.size(1) // key.size(1) * query.size(2)
     shape = shape_class(call, 16 if num_rows <= 16 else MAX_ROWS, limit_n)
-    return configs.decode_tiles(configs.device_of(query.device), shape)
+    tiles = configs.decode_tiles(configs.device_of(query.device), shape)
+    small = num_rows <= 16 and shape.itemsize == 2 and shape.width <= 64
+    if not small or not configs.device_of(query.device).has_tma or INTERPRETED:
+        return tiles
+    # H200, B=32, H=16, 8,192 keys: 247.1 us against 248.9 with 4 warps
+    return configs.Tile(16, min(64, limit_n), 2, 3), *tiles

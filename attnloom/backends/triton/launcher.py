@@ -23,6 +23,7 @@ from attnloom.backends.triton.direct import Direct, direct
 from attnloom.backends.triton.installation import hashed_once
 from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.kernel_keys import give_key
+from attnloom.backends.triton.read_once import compiled_with
 from attnloom.backends.triton.restart import Restart
 from attnloom.stats import count
 
@@ -93,6 +94,7 @@ class Launcher:
         "_compiled",
         "_device",
         "_direct",
+        "_hint",
         "_num_operands",
         "_unaligned",
         "config",
@@ -116,6 +118,7 @@ class Launcher:
         self.options = with_fusion(config, options)
         self._num_operands = operands
         self._anywhere = operands > 0 and not value_of(config, "ALIGNED")
+        self._hint = value_of(config, "HINT") if hasattr(config, "HINT") else ""
         self.spills = 0
         self._compiled: Any = None
         self._direct: Direct | None = None
@@ -160,7 +163,7 @@ class Launcher:
         operands, others = args[: self._num_operands], args[self._num_operands :]
         args = (*(_anywhere(operands) if self._anywhere else operands), *_alike(others))
         give_key(self.kernel)
-        with hashed_once(), binaries_alone(), uncollected():
+        with hashed_once(), binaries_alone(), uncollected(), compiled_with(self._hint):
             return self.kernel.run(
                 *args, self.config, grid=(self.grid,), warmup=True, **self.options
             )
@@ -168,7 +171,7 @@ class Launcher:
     def _start_anew(self, args: tuple[object, ...]) -> None:
         """By Triton, whatever the arguments are."""
         give_key(self.kernel)
-        with hashed_once(), binaries_alone():
+        with hashed_once(), binaries_alone(), compiled_with(self._hint):
             compiled = self.kernel[(self.grid,)](*args, self.config, **self.options)
         if not INTERPRETED:
             self.spills = compiled.n_spills

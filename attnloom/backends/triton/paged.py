@@ -172,7 +172,8 @@ def _step(
 
 @triton.jit
 def _listed(lists, unit, block, length, cfg: tl.constexpr):
-    """(first entry, key tiles in front of the tail, 1 if there is a tail) of a row of lists.
+    """Of a row of lists: (entries, key tiles in front of the tail, 1 if there is a tail, the first
+    entry).
 
     lists = (row offsets, entries, ...), those of BlockLists."""
     KV_BLOCK: tl.constexpr = cfg.SUB * cfg.TILE_N
@@ -181,6 +182,7 @@ def _listed(lists, unit, block, length, cfg: tl.constexpr):
     count = (tl.load(lists[0] + row + 1) - first).to(tl.int32)
     entries = lists[1] + first
     end_block = length // KV_BLOCK
+    head = tl.load(entries, mask=count > 0, other=0)
     last = tl.load(entries + count - 1, mask=count > 0, other=-1) >> 1
     before = tl.load(entries + count - 2, mask=count > 1, other=-1) >> 1
     # How many entries lie in front of the block that the sequence ends in. Nearly always all or all
@@ -200,7 +202,7 @@ def _listed(lists, unit, block, length, cfg: tl.constexpr):
     in_block = length - end_block * KV_BLOCK
     full = low * cfg.SUB + tl.where(ends_here, in_block // cfg.TILE_N, 0)
     tail = ends_here & (in_block % cfg.TILE_N != 0)
-    return entries, full, tail.to(tl.int32)
+    return entries, full, tail.to(tl.int32), head
 
 
 @triton.jit(
@@ -211,8 +213,8 @@ def paged_kernel(
     table, score_args, mask_args, scale, shape, strides, cfg: tl.constexpr,
 ):  # fmt: skip
     """shape = (Hq, GROUP, head chunks, splits, Q_LEN, capacity, query tiles, batch step of key,
-    columns of pages, query blocks of the mask, their size); strides as in forward.py. lists = (row
-    offsets, entries, batch step, head step). table = (lengths, counts, pages [B, columns])."""
+    columns of pages, query blocks of the mask, their size, Hkv); strides as in forward.py. lists =
+    (row offsets, entries, batch step, head step). table = (lengths, counts, pages [B, columns])."""
     if cfg.OVERLAPS:
         gdc_launch_dependents()
     k_src, v_src = (k0, k1, k2), (v0, v1, v2)
@@ -220,14 +222,23 @@ def paged_kernel(
     num_chunks, num_splits = whole32(shape, 6), whole32(shape, 9)
     q_len, num_tiles = whole32(shape, 12), whole32(shape, 18)
     pid = tl.program_id(0)
-    split = pid % num_splits
-    pid = pid // num_splits
-    chunk = pid % num_chunks
-    pid = pid // num_chunks
-    tile = pid % num_tiles
-    unit = pid // num_tiles
-    b = unit // (heads // group)
-    h_kv = unit % (heads // group)
+    # The first copies wait for these divisions, each some 20 instructions long.
+    unit = pid
+    split, chunk, tile = pid * 0, pid * 0, pid * 0
+    if num_splits > 1:
+        unit = pid // num_splits
+        split = pid - unit * num_splits
+    if num_chunks > 1:
+        rest = unit // num_chunks
+        chunk = unit - rest * num_chunks
+        unit = rest
+    if num_tiles > 1:
+        rest = unit // num_tiles
+        tile = unit - rest * num_tiles
+        unit = rest
+    kv_heads = whole32(shape, 33)
+    b = unit // kv_heads
+    h_kv = unit - b * kv_heads
 
     length = tl.minimum(tl.load(table[0] + b), whole32(shape, 15))
     count = q_len
@@ -264,7 +275,7 @@ def paged_kernel(
         block = (start + tl.maximum(first_query, 0)) // whole32(shape, 30)
         block = tl.minimum(block, whole32(shape, 27) - 1)
         lists_unit = b * whole32(lists, 2) + h_kv * whole32(lists, 5)
-        entries, full, tail = _listed(
+        entries, full, tail, first_entry = _listed(
             lists, lists_unit.to(tl.int64) * whole32(shape, 27), block, length, cfg
         )
     else:
@@ -274,21 +285,29 @@ def paged_kernel(
     total = full + tail
     if (first_query >= count) | (first_query + cfg.QUERIES <= 0):
         total = 0
-    begin = (total.to(tl.int64) * split // num_splits).to(tl.int32)
-    end = (total.to(tl.int64) * (split + 1) // num_splits).to(tl.int32)
+    begin = total * 0
+    end = total
+    if num_splits > 1:
+        each = total // num_splits
+        more = total - each * num_splits
+        begin = each * split + tl.minimum(split, more)
+        end = begin + each + (split < more).to(tl.int32)
     full = tl.minimum(full, end)
 
     state = empty_state(cfg.TILE_M, cfg)
     entry = 1
     kv = begin * cfg.TILE_N
     if cfg.HAS_LISTS:
-        entry = tl.load(entries + begin // cfg.SUB, mask=begin < end, other=0)
+        if cfg.SINGLE:
+            entry = first_entry
+        else:
+            entry = tl.load(entries + begin // cfg.SUB, mask=begin < end, other=0)
         kv = ((entry >> 1) * cfg.SUB + begin % cfg.SUB) * cfg.TILE_N
     page = base
     if cfg.GATHER:
         page = _pages_of(table, base, kv, length, cfg)
     elif cfg.PAGE > 0:
-        page = tl.load(table[2] + base + kv // cfg.PAGE, mask=begin < end, other=0)
+        page = tl.load(table[2] + base + kv // cfg.PAGE, mask=kv < length, other=0)
     for t in tl.range(begin, full):
         # What the next step needs to know of its keys is loaded now: the copy that waits for an
         # address stalls every warp, and a copy whose address is loaded in the same step is issued

@@ -1,0 +1,88 @@
+"""Copies of what a launch reads once say that the second-level cache may give it up first.
+
+A cache that holds a part of what passes keeps what other programs read again: partial results,
+queries, pages' numbers. Triton 3.6 lets loads into registers say so (`eviction_policy`), but not
+the copies into shared memory that a pipelined loop is made of; so it is written into the PTX.
+It is a hint: results are the same, and a copy in a form that is not known here goes without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from attnloom.backends.triton import configs
+from attnloom.backends.triton.interpreter import INTERPRETED
+
+_POLICY = "%read_once"
+# By TMA, and 16 bytes a lane: so come keys and values; entries of lists do not.
+_COPIES = (
+    r"(cp\.async\.bulk\.tensor\.\dd\.shared::c\w+\.global\.mbarrier::complete_tx::bytes)"
+    r"( \[[^;]*\]);",
+    r"(cp\.async\.cg\.shared\.global)( \[[^;]*);",
+)
+_MARKED = rf"\1.L2::cache_hint\2, {_POLICY};"
+_ENTRY = r"(\.entry\b[^{]*\{)"
+_DECLARED = (
+    rf"\1\n.reg .b64 {_POLICY};"
+    rf"\ncreatepolicy.fractional.L2::evict_first.b64 {_POLICY}, 1.0;"
+)
+# A part of the configuration, so that kernels on disk are found by what was written into them.
+HINT = hashlib.sha256(repr((_COPIES, _MARKED, _ENTRY, _DECLARED)).encode()).hexdigest()[:8]
+
+_here = threading.local()
+
+
+def hint_for(where: torch.device, num_readers: int, num_bytes: int) -> str:
+    """HINT where each key is copied by one program and all are more than the cache keeps, "" else.
+
+    Args:
+        num_readers: programs that read the same keys.
+        num_bytes: of all keys and values that a launch may read.
+    """
+    device = configs.device_of(where)
+    large = num_bytes > device.l2_bytes
+    return HINT if device.has_tma and num_readers == 1 and large and not INTERPRETED else ""
+
+
+@contextlib.contextmanager
+def compiled_with(hint: str) -> Iterator[None]:
+    """Inside, kernels that this thread compiles for NVIDIA have the hint, if there is one."""
+    before = getattr(_here, "hint", "")
+    _here.hint = hint
+    try:
+        yield
+    finally:
+        _here.hint = before
+
+
+def mark(ptx: str) -> str:
+    """A kernel whose copies have the hint."""
+    marked = ptx
+    for copy in _COPIES:
+        marked = re.sub(copy, _MARKED, marked)
+    return ptx if marked == ptx else re.sub(_ENTRY, _DECLARED, marked, count=1)
+
+
+def _install() -> None:
+    compiler = sys.modules.get("triton.backends.nvidia.compiler")  # if Triton came with it
+    backend = getattr(compiler, "CUDABackend", None)
+    plain = getattr(backend, "make_ptx", None)
+    if plain is None:
+        return
+
+    def make_ptx(self: Any, *args: Any, **options: Any) -> Any:
+        text = plain(self, *args, **options)
+        return mark(text) if getattr(_here, "hint", "") else text
+
+    backend.make_ptx = make_ptx  # type: ignore[union-attr]
+
+
+_install()
