@@ -23,7 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -178,6 +178,7 @@ def without_a_device() -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from attnloom.backends.gluon import short_rows
     from attnloom.backends.triton import launcher
     from benchmarks.pretended import planned_for_it
 
@@ -187,9 +188,19 @@ def without_a_device() -> Iterator[None]:
         mock.patch.object(gpu_cases, "DEVICE", "cpu"),
         mock.patch("benchmarks.gpu_peers.DEVICE", "cpu"),
         mock.patch.object(launcher.Launcher, "__call__", _compile),
+        mock.patch.object(short_rows, "refined", _refined),
+        mock.patch.object(short_rows, "is_capturing", lambda tensor: False),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
     ):
         yield
+
+
+def _refined(call: Any) -> Any:
+    """As backends/triton/refined.py, whose blocks the CPU can find as well."""
+    from attnloom.backends.triton.refined import worth_refining
+
+    found = worth_refining(call.mask, call.blocks)
+    return call if found is None else replace(call, blocks=found)
 
 
 class _Driver:

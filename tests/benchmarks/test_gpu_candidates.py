@@ -191,6 +191,18 @@ def test_prewarm_covers_every_case_of_its_suites() -> None:
     assert {job.how for job in prewarm.jobs_of("scaling", ("auto",))} == {"auto"}
 
 
+def test_prewarm_finds_the_smaller_blocks_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiled tiles of 128, and the suite those of 64 once more."""
+    compiled = []
+    monkeypatch.setattr(
+        prewarm, "_compile", lambda launch, aligned, *args: compiled.append(launch.config)
+    )
+    case = GpuCase("documents12", 2, 8, 8, 2048, 2048, 64)
+    outcome = prewarm.compile_job(prewarm.Job(case, "forward", "auto"))
+    assert outcome.error == ""
+    assert [(config.CONSUMERS, config.TILE_N, config.SUB) for config in compiled] == [(1, 64, 1)]
+
+
 def test_prewarm_says_which_call_failed(capsys) -> None:
     job = prewarm.Job(CASE, "forward", "auto")
     outcomes = [prewarm.Outcome(job, 1.0, 2, 0), prewarm.Outcome(job, 1.0, 0, 1, "OSError: full")]

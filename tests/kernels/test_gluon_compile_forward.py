@@ -43,6 +43,10 @@ def documents(b, h, q, kv):
     return (q >= kv) & (DOCUMENTS[q] == DOCUMENTS[kv])
 
 
+def near(b, h, q, kv):
+    return (q >= kv) & (q - kv < 130)
+
+
 def softcap(score, b, h, q, kv):
     return 30 * torch.tanh(score / 30)
 
@@ -95,7 +99,12 @@ REST = [
     (128, alibi, causal, BF16, 48),
     (64, alibi, causal, BF16, 48),
     (64, softcap, causal, FP16, 16),
-    (256, None, causal, BF16, 32),
+    (192, None, causal, BF16, 0),
+    (192, None, None, FP16, 0),
+    (192, softcap, causal, BF16, 0),
+    (192, None, documents, BF16, 32),
+    (256, None, causal, BF16, 40),
+    (256, None, None, FP16, 32),
 ]
 
 
@@ -119,9 +128,20 @@ def test_other_forwards(D: int, score: Any, mask: Any, dtype: torch.dtype, spill
     check(D, score, mask, dtype, spills)
 
 
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.long)])
-def test_two_programs_of_short_rows_fit_a_processor(dtype: torch.dtype) -> None:
-    found = compiled(call_of(128, None, documents, dtype, block=64))
+SHORT = [(128, None, documents, BF16)]
+MORE_SHORT = [(128, None, near, BF16), (128, None, documents, FP16)]
+MORE_SHORT += [(64, None, documents, BF16), (64, softcap, documents, FP16)]
+MORE_SHORT += [(128, softcap, documents, BF16), (128, alibi, documents, FP16)]
+
+
+@pytest.mark.parametrize(
+    ("D", "score", "mask", "dtype"),
+    [*SHORT, *[pytest.param(*case, marks=pytest.mark.long) for case in MORE_SHORT]],
+)
+def test_two_programs_of_short_rows_fit_a_processor(
+    D: int, score: Any, mask: Any, dtype: torch.dtype
+) -> None:
+    found = compiled(call_of(D, score, mask, dtype, block=64))
     assert found.serialised == ()
     assert found.spills == 0
     # threads: a consumer's, and those of the two small warps and what fills them up to four

@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 LENGTH = 2048
 IDS = torch.arange(LENGTH, dtype=torch.int32) // 170
 BY_BATCH = torch.stack((IDS, IDS.flip(0)))
+SLOPES = torch.ones(4)
 START = torch.tensor([100, 1900])
 
 
@@ -49,8 +50,13 @@ def causal(b, h, q, kv):
     return q >= kv
 
 
-def near_and_prefix(b, h, q, kv):
+def near_both_ways(b, h, q, kv):
     return (q - kv).abs() < 100
+
+
+def less_near(b, h, q, kv):
+    """Rows of five blocks."""
+    return (q >= kv) & (q - kv < 512)
 
 
 def late(b, h, q, kv):
@@ -60,12 +66,15 @@ def late(b, h, q, kv):
 SIZES = {documents_by_batch: (2, None), documents_by_head: (None, 4), late: (2, None)}
 
 
-def call_of(mask: Any, block: int = 128, D: int = 128, Dv: int = 128) -> AttentionCall:
+def call_of(
+    mask: Any, block: int = 128, D: int = 128, Dv: int = 128, score: Any = None
+) -> AttentionCall:
     batch, heads = SIZES.get(mask, (None, None))
     made = create_block_mask(mask, batch, heads, LENGTH, LENGTH, "cpu", BLOCK_SIZE=block)
     query, key, value = (torch.empty(2, 4, LENGTH, n, dtype=torch.float16) for n in (D, D, Dv))
+    bound = None if score is None else trace_score(score, DType.F32, CPU)
     return AttentionCall(
-        query, key, value, None, trace_mask(mask, CPU), made.lists(), D**-0.5,
+        query, key, value, bound, trace_mask(mask, CPU), made.lists(), D**-0.5,
         KernelOptions(),
     )  # fmt: skip
 
@@ -90,7 +99,7 @@ def first_form(call: AttentionCall) -> Form:
 
 
 @pytest.mark.parametrize("mask", [documents, documents_by_batch, documents_by_head])
-@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (96, 128), (72, 64)])
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (96, 128), (72, 64), (64, 64), (16, 40)])
 def test_documents_get_tiles_of_64(counted: list[Any], mask: Any, D: int, Dv: int) -> None:
     form = first_form(call_of(mask, D=D, Dv=Dv))
     assert len(counted) == 1
@@ -98,11 +107,42 @@ def test_documents_get_tiles_of_64(counted: list[Any], mask: Any, D: int, Dv: in
     assert (form,) == forms_of_short_rows(D, Dv)
 
 
-@pytest.mark.parametrize("mask", [causal, near, near_and_prefix, late])
-def test_masks_by_position_keep_theirs(counted: list[Any], mask: Any) -> None:
+@pytest.mark.parametrize("mask", [near, near_both_ways])
+def test_short_windows_get_tiles_of_64(counted: list[Any], mask: Any) -> None:
+    assert (first_form(call_of(mask)),) == forms_of_short_rows(128, 128)
+    assert len(counted) == 1
+    assert first_form(call_of(mask, D=64, Dv=64)).programs == 1
+    assert first_form(call_of(mask, score=softcap)).programs == 1
+    assert len(counted) == 1
+
+
+@pytest.mark.parametrize("mask", [causal, less_near, late])
+def test_other_masks_by_position_keep_theirs(counted: list[Any], mask: Any) -> None:
     form = first_form(call_of(mask))
     assert not counted
     assert (form.tile_m, form.tile_n, form.programs) == (128, 128, 1)
+
+
+def softcap(score, b, h, q, kv):
+    return 30 * torch.tanh(score / 30)
+
+
+def alibi(score, b, h, q, kv):
+    return score - SLOPES[h] * (q - kv)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("score", [softcap, alibi])
+def test_documents_with_a_score_mod_get_tiles_of_64(counted: list[Any], score: Any, D: int) -> None:
+    form = first_form(call_of(documents, D=D, Dv=D, score=score))
+    assert (form,) == forms_of_short_rows(D, D)
+
+
+def test_blocks_stay_where_smaller_ones_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No form takes blocks of 64 then."""
+    many = call_of(causal, block=64)
+    monkeypatch.setattr(short_rows, "refined", lambda call: replace(call, blocks=many.blocks))
+    assert first_form(call_of(documents)).programs == 1
 
 
 Change = Callable[[pytest.MonkeyPatch], AttentionCall]
@@ -114,9 +154,17 @@ def long_rows(_: Any) -> AttentionCall:
     return call_of(lambda b, h, q, kv: ids[q] == ids[kv])
 
 
-def with_score(_: Any) -> AttentionCall:
-    score = trace_score(lambda s, b, h, q, kv: s * 0.5 + q, DType.F32, CPU)
-    return replace(call_of(documents), score=score)
+def with_distances(_: Any) -> AttentionCall:
+    return call_of(documents, score=lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs())
+
+
+def with_elements(_: Any) -> AttentionCall:
+    return call_of(documents, score=lambda s, b, h, q, kv: s + IDS[q - kv])
+
+
+def exact(_: Any) -> AttentionCall:
+    options = KernelOptions(exact_math=True)
+    return replace(call_of(documents, score=softcap), options=options)
 
 
 def capturing(monkeypatch: pytest.MonkeyPatch) -> AttentionCall:
@@ -132,15 +180,13 @@ def inference(_: Any) -> AttentionCall:
     return call_of(lambda b, h, q, kv: ids[q] == ids[kv])
 
 
-def narrow(_: Any) -> AttentionCall:
-    return call_of(documents, D=64, Dv=64)
-
-
 def wide(_: Any) -> AttentionCall:
     return call_of(documents, D=192, Dv=192)
 
 
-@pytest.mark.parametrize("change", [long_rows, with_score, capturing, inference, narrow, wide])
+@pytest.mark.parametrize(
+    "change", [long_rows, with_distances, with_elements, exact, capturing, inference, wide]
+)
 def test_other_documents_keep_theirs(
     counted: list[Any], change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,9 +196,10 @@ def test_other_documents_keep_theirs(
 
 def test_blocks_of_64_with_few_of_them_a_row(counted: list[Any]) -> None:
     assert first_form(call_of(documents, block=64)).programs == 2
+    assert first_form(call_of(near, block=64)).programs == 2
     assert not counted
     with device_is("sm_90"):
-        for mask in (causal, near):
+        for mask in (causal, less_near):
             assert launch_forward._forms(call_of(mask, block=64)) == ()
             assert "64 x 64 tokens" in str(launch_forward._refusal(call_of(mask, block=64)))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnloom import UnsupportedError, flex_attention
+from attnloom import AuxRequest, UnsupportedError, flex_attention
 from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
@@ -75,7 +75,7 @@ LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 1000), (1000, 1
 LENGTHS += [(192, 384), (193, 129), (384, 256)]
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
 @pytest.mark.parametrize("mod", ["plain", "sliding_window"])
 def test_lengths(mod: str, D: int) -> None:
     """Two kernels, with and without a last tile of keys that overhangs; all lengths share them."""
@@ -93,7 +93,7 @@ def test_block_sizes(mod: str, block_size: int | tuple[int, int]) -> None:
     check(Case(mod, replace(SIZES, Q_LEN=700, KV_LEN=900), BF16, block_size=block_size))
 
 
-@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("D", [128, 192, 256])
 @pytest.mark.parametrize("mod", ["left_padding", "nothing", "every_second_row"])
 def test_rows_without_keys(mod: str, D: int) -> None:
     check(Case(mod, replace(SIZES, D=D, Dv=D), BF16))
@@ -120,6 +120,39 @@ def test_large_scores(mod: str) -> None:
         check(Case(mod, SIZES, dtype, magnitude=30.0))
 
 
+# 128: queries in registers; 192: weights up to 2**8, where the output waits to be multiplied; 256:
+# it is multiplied a step later
+FORMS = [(128, 128), (160, 136), (192, 192), (256, 256)]
+
+
+@pytest.mark.parametrize(("D", "Dv"), FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_that_grow_from_key_to_key(D: int, Dv: int, dtype: torch.dtype) -> None:
+    """Maxima of rows that grow by less than a power of eight in most steps, and by more in some."""
+    sizes = replace(SIZES, Q_LEN=500, KV_LEN=1000, D=D, Dv=Dv)
+    for magnitude in (1.0, 5.0, 30.0):
+        for mod in ("plain", "causal"):
+            check(Case(mod, sizes, dtype, magnitude=magnitude))
+
+
+@pytest.mark.parametrize(("D", "Dv"), FORMS)
+def test_the_largest_score_of_a_row_is_exact(D: int, Dv: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 4, 700, n, generator=generator, device="cuda", dtype=BF16) * 3
+        for n in (D, D, Dv)
+    )
+    options = {"backend": "gluon"}
+    request = AuxRequest(lse=True, max_scores=True)
+    out, aux = flex_attention(q, k, v, return_aux=request, kernel_options=options)
+    plain, only = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), kernel_options=options)
+    scores = q.double() @ k.double().mT * D**-0.5
+    torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1), rtol=1e-5, atol=1e-4)
+    for lse in (aux.lse, only.lse):
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out, plain, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("mod", ["softcap", "rbf_bias"])
 def test_exact_math(mod: str) -> None:
     check(Case(mod, SIZES, BF16), exact_math=True)
@@ -132,7 +165,9 @@ def test_more_tiles_than_processors_and_repeated_calls() -> None:
         check(Case("causal", sizes, BF16, seed=seed))
         check(Case("document", replace(sizes, D=128, Dv=128), BF16, seed=seed))
         check(Case("plain", replace(sizes, Q_LEN=1500), BF16, seed=seed))
-    check(Case("causal", replace(sizes, D=192, Dv=192), BF16))
+        for D in (192, 256):
+            check(Case("causal", replace(sizes, D=D, Dv=D), BF16, seed=seed))
+        check(Case("causal", replace(sizes, D=128, Dv=128), BF16, seed=seed))
 
 
 def test_launches_inside_a_cuda_graph() -> None:

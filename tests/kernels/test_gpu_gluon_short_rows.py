@@ -54,21 +54,26 @@ def check(case: Case, ready: dict[Any, Any]) -> None:
     assert programs(ready) == {2}
 
 
+NARROW = replace(SIZES, D=64, Dv=64)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, NARROW], ids=["128", "64"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("mod", ["document", "document_unsorted_per_batch"])
-def test_documents(mod: str, dtype: torch.dtype, chosen: dict[Any, Any]) -> None:
-    check(Case(mod, SIZES, dtype), chosen)
+def test_documents(mod: str, dtype: torch.dtype, sizes: Sizes, chosen: dict[Any, Any]) -> None:
+    check(Case(mod, sizes, dtype), chosen)
 
 
 LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 700), (700, 17), (700, 700)]
 
 
-def test_lengths(chosen: dict[Any, Any]) -> None:
+@pytest.mark.parametrize("sizes", [SIZES, NARROW], ids=["128", "64"])
+def test_lengths(sizes: Sizes, chosen: dict[Any, Any]) -> None:
     for Q_LEN, KV_LEN in LENGTHS:
-        check(Case("document", replace(SIZES, Q_LEN=Q_LEN, KV_LEN=KV_LEN), BF16), chosen)
+        check(Case("document", replace(sizes, Q_LEN=Q_LEN, KV_LEN=KV_LEN), BF16), chosen)
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(96, 96), (128, 64), (64, 128), (72, 40)])
+@pytest.mark.parametrize(("D", "Dv"), [(96, 96), (128, 64), (64, 128), (72, 40), (16, 64), (48, 8)])
 def test_narrower_heads(D: int, Dv: int, chosen: dict[Any, Any]) -> None:
     check(Case("document", replace(SIZES, D=D, Dv=Dv), FP16), chosen)
 
@@ -76,10 +81,12 @@ def test_narrower_heads(D: int, Dv: int, chosen: dict[Any, Any]) -> None:
 def test_head_groups(chosen: dict[Any, Any]) -> None:
     for Hq, Hkv in ((1, 1), (3, 3), (8, 1), (12, 4)):
         check(Case("document", replace(SIZES, Hq=Hq, Hkv=Hkv), BF16), chosen)
+        check(Case("document", replace(NARROW, Hq=Hq, Hkv=Hkv), FP16), chosen)
 
 
 def test_large_scores(chosen: dict[Any, Any]) -> None:
     check(Case("document_unsorted_per_batch", SIZES, FP16, magnitude=30.0), chosen)
+    check(Case("document_unsorted_per_batch", NARROW, FP16, magnitude=30.0), chosen)
 
 
 def test_many_tiles_and_repeated_calls(chosen: dict[Any, Any]) -> None:
@@ -87,10 +94,12 @@ def test_many_tiles_and_repeated_calls(chosen: dict[Any, Any]) -> None:
     sizes = replace(SIZES, B=4, Hq=16, Hkv=4, Q_LEN=700, KV_LEN=700)
     for seed in range(3):
         check(Case("document", sizes, BF16, seed=seed), chosen)
+        check(Case("document", replace(sizes, D=64, Dv=64), BF16, seed=seed), chosen)
 
 
 S = 1500
 IDS = torch.arange(S, dtype=torch.int32) // 130
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02])
 
 
 def documents(b, h, q, kv):
@@ -106,20 +115,54 @@ def with_empty_rows(b, h, q, kv):
     return documents(b, h, q, kv) & (q % 3 != 1) & ((q < 400) | (q >= 900))
 
 
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("mask", [documents, by_head, with_empty_rows])
-def test_given_blocks(
-    mask: Any, block: int, chosen: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+def near(b, h, q, kv):
+    return (q >= kv) & (q - kv < 256)
+
+
+def softcap(score, b, h, q, kv):
+    return 3 * torch.tanh(score / 3)
+
+
+def alibi(score, b, h, q, kv):
+    return score - SLOPES[h] * (q - kv)
+
+
+def check_given(
+    D: int, mask: Any, block: int, ready: dict[Any, Any], monkeypatch: Any, score: Any = None
 ) -> None:
     """Blocks of 128 become smaller in the forward; gradients are of the given ones, and of blocks
     of 64 the portable kernels'."""
-    monkeypatch.setitem(globals(), "IDS", IDS.cuda())
+    for name in ("IDS", "SLOPES"):
+        monkeypatch.setitem(globals(), name, globals()[name].cuda())
     made = attnloom.create_block_mask(mask, None, 4, S, S, "cuda", BLOCK_SIZE=block)
-    q, k, v = qkv(2, 4, S, 128, dtype=BF16)
+    q, k, v = qkv(2, 4, S, D, dtype=BF16)
     if block == 64:
         q, k, v = q.detach(), k.detach(), v.detach()
-    agrees(q, k, v, None, mask, block_mask=made, kernel_options={"backend": "gluon"})
-    assert programs(chosen) == {2}
+    agrees(q, k, v, score, mask, block_mask=made, kernel_options={"backend": "gluon"})
+    assert programs(ready) == {2}
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("mask", [documents, by_head, with_empty_rows])
+def test_given_blocks(
+    D: int, mask: Any, block: int, chosen: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_given(D, mask, block, chosen, monkeypatch)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_short_windows(block: int, chosen: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_given(128, near, block, chosen, monkeypatch)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("score", [softcap, alibi])
+@pytest.mark.parametrize("mask", [documents, with_empty_rows])
+def test_score_mods(
+    D: int, score: Any, mask: Any, chosen: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_given(D, mask, 64, chosen, monkeypatch, score)
 
 
 def test_ids_that_change_inside_blocks_that_the_caller_chose(chosen: dict[Any, Any]) -> None:

@@ -20,9 +20,13 @@ class Form:
     panels: three, of PANEL columns each, for D and Dv of 129 to 192; 1: one tile of a power of two.
     pieces: captured elements of single scores are read 16 bytes a thread (pieces.py); lines: as is
         said there; prefetch: a step ahead, into registers.
-    q_kept: panels of the queries that stay in registers; all of them: the next tile's are loaded at
-        once, also over a single tile of queries. programs: on a processor, which then divide its
-        registers and its shared memory.
+    q_kept: panels of the queries that stay in registers, all or none; all of them: the next tile's
+        are loaded at once, also over a single tile of queries.
+    slack: the largest power of two that a weight may be before the output is multiplied, which
+        warps whose rows all wait leave out; 0: results are the same bits; None: in every step.
+    late: the output is multiplied under the next step's product q . k^T.
+    by_lane: sums of weights stay apart in the four lanes of a row until a tile's end.
+    programs: on a processor, which then divide its registers and its shared memory.
     """
 
     consumers: int
@@ -39,12 +43,14 @@ class Form:
     lines: bool = False
     prefetch: bool = False
     q_kept: int = 0
-    lazy: bool = False
+    slack: float | None = None
+    late: bool = False
     by_lane: bool = False
     programs: int = 1
 
     def __post_init__(self) -> None:
-        assert self.panels in (1, 3)
+        assert self.panels in (1, 3) and self.q_kept in (0, self.panels)
+        assert self.overlap or not self.late
         assert self.pieces or not (self.lines or self.prefetch)
 
     @property
@@ -87,10 +93,24 @@ _FORMS: dict[int, tuple[Form, ...]] = {
         Form(2, 64, 2, 1, True, False, 240, 24, (232, 40)),
     ),
 }
-# The same for blocks of short_rows.py. 12 documents, D=128: 0.157 ms for 0.203 at S=2048, 0.269 for
-# 0.331 at 8,192 (H200).
+# The same, tried before those, where there is no score_mod and the mask looks up nothing. H200,
+# causal and full, ms: D=128 1.602 -> 1.591 and 2.969 -> 2.948, D=192 2.532 -> 2.382 and 5.298 ->
+# 4.518, D=256 3.190 -> 3.103 and 5.593 -> 5.521.
+_PLAIN: dict[int, tuple[Form, ...]] = {
+    128: (Form(2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1),),
+    192: (
+        Form(
+            2, 64, 2, 1, True, False, 240, 24, (232, 40), panels=3, q_kept=3, slack=8.0, late=True,
+            by_lane=True,
+        ),
+    ),
+    256: (Form(2, 64, 2, 1, True, True, 240, 24, (232, 40), slack=0.0, late=True, by_lane=True),),
+}  # fmt: skip
+# The same for blocks of short_rows.py. H200, 12 documents, S=2048 and 8,192, ms: D=64 0.222 ->
+# 0.112 and 0.315 -> 0.199, D=128 0.204 -> 0.158 and 0.333 -> 0.268.
 _OF_SHORT_ROWS: dict[int, tuple[Form, ...]] = {
-    128: (Form(1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, programs=2),),
+    64: (Form(1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, programs=2),),
+    128: (Form(1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, by_lane=True, programs=2),),
 }
 # The same where a score_mod looks up elements of single scores.
 _IN_PIECES: dict[int, tuple[Form, ...]] = {
@@ -103,15 +123,23 @@ _IN_PIECES: dict[int, tuple[Form, ...]] = {
 
 @functools.lru_cache(maxsize=256)
 def forms(
-    head_dim: int, value_dim: int, kv_block: int | None, pieces: bool = False
+    head_dim: int,
+    value_dim: int,
+    kv_block: int | None,
+    pieces: bool = False,
+    plain: bool = False,
 ) -> tuple[Form, ...]:
     """Forms to try, best first. kv_block: of the mask; a step lies in one block of keys. pieces:
-    those that read captured elements so, if there are any."""
+    those that read captured elements so, if there are any. plain: also those for calls without a
+    score_mod whose mask looks up nothing."""
     width, value_width = covered(head_dim, value_dim), covered(value_dim, head_dim)
-    found = _IN_PIECES if pieces else _FORMS
+    widest = widest_of(head_dim, value_dim)
+    found = (_IN_PIECES if pieces else _FORMS).get(widest, ())
+    if plain:
+        found = (*_PLAIN.get(widest, ()), *found)
     return tuple(
         form
-        for form in found.get(max(width, value_width), ())
+        for form in found
         if (kv_block is None or kv_block % form.tile_n == 0)
         and (value_width <= width or not form.out_in_q)
     )
@@ -119,5 +147,9 @@ def forms(
 
 def forms_of_short_rows(head_dim: int, value_dim: int) -> tuple[Form, ...]:
     """The same for masks of blocks as short_rows.py has them."""
-    widest = max(covered(head_dim, value_dim), covered(value_dim, head_dim))
-    return _OF_SHORT_ROWS.get(widest, ())
+    return _OF_SHORT_ROWS.get(widest_of(head_dim, value_dim), ())
+
+
+def widest_of(head_dim: int, value_dim: int) -> int:
+    """The larger of D and Dv as covered."""
+    return max(covered(head_dim, value_dim), covered(value_dim, head_dim))

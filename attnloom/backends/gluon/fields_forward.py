@@ -45,7 +45,9 @@ class ForwardSm90Config(Sm90Config):
     Q_STAGES: int
     PANELS: int
     Q_KEPT: int
+    LATE: bool
     LAZY: bool
+    SLACK: float
     BY_LANE: bool
     OVERLAP: bool
     OUT_IN_Q: bool
@@ -116,7 +118,9 @@ def config_of(
         PANELS=form.panels,
         Q_KEPT=form.q_kept,
         BY_LANE=form.by_lane,
-        LAZY=form.lazy and not want_max_scores,
+        LATE=form.late,
+        LAZY=form.slack is not None,
+        SLACK=0.0 if want_max_scores or form.slack is None else form.slack,
         OVERLAP=form.overlap,
         OUT_IN_Q=form.out_in_q,
         REGISTERS=load[0],

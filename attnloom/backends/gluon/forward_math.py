@@ -17,8 +17,6 @@ from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import ROWS, key_tile
 from attnloom.backends.triton.device_math import LN_2
 
-SLACK = gl.constexpr(8.0)
-
 
 @gluon.jit
 def _halves(x):
@@ -139,8 +137,8 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
     if cfg.HAS_BIAS:
         highest = highest + bias
     m_new = gl.maximum(m_i, highest)
-    if cfg.LAZY:
-        m_new = gl.where((m_new - m_i) * base > SLACK, m_new, m_i)
+    if cfg.SLACK > 0:
+        m_new = gl.where((m_new - m_i) * base > cfg.SLACK, m_new, m_i)
     top = m_new
     if cfg.MAY_MASK or cfg.HAS_SCORE:
         # a row without a key so far would give exp2(-inf + inf)

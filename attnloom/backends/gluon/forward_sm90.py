@@ -72,9 +72,6 @@ def _queries(mem, at, L: gl.constexpr, cfg: gl.constexpr):
         left = mem.q.index(at).load(KEPT)
         middle = mem.q.index(at + 1).load(KEPT)
         return at, (left, middle, mem.q.index(at + 2).load(KEPT))
-    elif cfg.Q_KEPT == 2:
-        left = mem.q.index(at).load(KEPT)
-        return at, (left, mem.q.index(at + 1).load(KEPT))
     elif cfg.Q_KEPT == 1:
         return at, (mem.q.index(at).load(KEPT),)
     else:
@@ -179,10 +176,13 @@ def _overlapped_step(
     q, mem, n, more, acc, p, state, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Scores and exponentials of step n, the output of step n - 1. state = (m_i, l_i, pieces)."""
+    """Scores and exponentials of step n, the output of step n - 1. state = (m_i, l_i, pieces,
+    alpha if LATE)."""
     slot, last = slot_of(n, cfg), slot_of(n - 1, cfg)
     mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
     s = _scores(q, mem, slot, L, cfg)
+    if cfg.LATE:
+        acc = caught_up(acc, state[3], OUT, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg))
     acc = _add_output(p, mem, last, acc, cfg)
     prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
@@ -194,7 +194,9 @@ def _overlapped_step(
     following = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
     acc, p = _finished(acc, p, cfg)
     mbarrier.arrive(mem.v_empty.index(last))
-    return caught_up(acc, alpha, OUT, cfg), following, m_i, l_i, pieces
+    if not cfg.LATE:
+        acc = caught_up(acc, alpha, OUT, cfg)
+    return acc, following, m_i, l_i, pieces, alpha
 
 
 @gluon.jit
@@ -214,7 +216,7 @@ def _overlapped_tile(
     prepared = _prepare(mem, slot, live, context, pieces, L, cfg)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(mem.k_empty.index(slot), pred=live)
-    weights, m_i, l_i, _, pieces = _weights(
+    weights, m_i, l_i, alpha, pieces = _weights(
         s, mem, n, steps > 1, prepared, context, (m_i, l_i), at, consumer, L, cfg
     )
     p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
@@ -223,10 +225,13 @@ def _overlapped_tile(
     else:
         n += 1
     for i in range(1, steps):
-        acc, p, m_i, l_i, pieces = _overlapped_step(
-            q, mem, n, i + 1 < steps, acc, p, (m_i, l_i, pieces), context, at, consumer, L, OUT, cfg
+        state = m_i, l_i, pieces, alpha
+        acc, p, m_i, l_i, pieces, alpha = _overlapped_step(
+            q, mem, n, i + 1 < steps, acc, p, state, context, at, consumer, L, OUT, cfg
         )
         n += 1
+    if cfg.LATE:
+        acc = caught_up(acc, alpha, OUT, cfg)
     last = slot_of(n - 1, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg), pred=live)
     acc, p = _finished(_add_output(p, mem, last, acc, cfg), p, cfg)

@@ -158,8 +158,8 @@ def _refusal(call: AttentionCall) -> str | None:
     if blocks is not None and not _forms(call):
         return (
             f"blocks of the mask are {blocks.q_block} x {blocks.kv_block} tokens; the kernels take "
-            f"blocks from 64 x 128 (64 x 64 for heads wider than 128, and of a mask that looks up "
-            f"keys and has few blocks a row for those of 65 to 128)."
+            f"blocks from 64 x 128 (64 x 64 for heads wider than 128, and for others where a mask "
+            f"has few blocks a row: packed documents, and windows at 65 to 128)."
         )
     if _size_class(blocks) == 2:
         return "the mask has more live blocks than 32 bits count."
@@ -324,7 +324,7 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _
     )
     options = {"num_warps": 4}
     if form.programs > 1:
-        options["maxnreg"] = _REGISTERS // form.programs
+        options["maxnreg"] = _REGISTERS // form.programs // 8 * 8  # given in eights
     launcher = Launcher(forward_kernel, config, grid, options)
     return _Ready(launcher, form, blanks, scales_of(call, score), pack_ints(shape))
 
@@ -351,13 +351,14 @@ def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
 def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:
     dims = call.query.size(3), call.value.size(3)
     blocks = call.blocks
+    plain = call.score is None and not (call.mask and call.mask.tensors)
     if blocks is None:
-        return configs_forward.forms(*dims, None, pieces)
+        return configs_forward.forms(*dims, None, pieces, plain)
     if has_short_rows(call):
         return () if pieces else configs_forward.forms_of_short_rows(*dims)
     if blocks.q_block % ROWS:
         return ()
-    found = configs_forward.forms(*dims, blocks.kv_block, pieces)
+    found = configs_forward.forms(*dims, blocks.kv_block, pieces, plain)
     if _size_class(blocks):
         found = tuple(f for f in found if not f.is_apart(blocks.q_block))
     return found

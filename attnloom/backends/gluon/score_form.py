@@ -64,6 +64,16 @@ def constant(bound: BoundProgram, exact: bool) -> Program:
     return simplify(replace(bound.program, nodes=tuple(nodes)), exact)
 
 
+def sees_score_alone(bound: BoundProgram | None, exact: bool) -> bool:
+    """Whether what is neither a factor nor a linear bias reads the score and nothing else."""
+    if bound is None or exact:
+        return bound is None
+    inner = score_form(bound.program, exact).inner
+    return inner is None or all(
+        node.op != "load" and (node.op != "input" or node.attr == "score") for node in inner.nodes
+    )
+
+
 Term = tuple[float, int]  # factor in units of the output, node
 
 

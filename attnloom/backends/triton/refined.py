@@ -54,7 +54,7 @@ def refined(
     if key not in _cache:
         if is_capturing(blocks.entries):
             return call  # to count tiles is to wait for the device
-        _cache[key] = _refined(mask, blocks, sides, worth)
+        _cache[key] = worth_refining(mask, blocks, sides, worth)
         for tensor in (blocks.row_offsets, blocks.entries, *mask.tensors):
             weakref.finalize(tensor, _cache.pop, key, None)
     found = _cache[key]
@@ -69,9 +69,13 @@ def has_few(blocks: BlockLists, sides: tuple[int, int] = SIDES) -> bool:
     return smaller and 0 < live <= min(FEW_BLOCKS * rows, _MOST_BLOCKS)
 
 
-def _refined(
-    mask: BoundProgram, blocks: BlockLists, sides: tuple[int, int], most: float
+def worth_refining(
+    mask: BoundProgram,
+    blocks: BlockLists,
+    sides: tuple[int, int] = SIDES,
+    most: float = WORTH,
 ) -> BlockLists | None:
+    """Blocks of sides, if they leave out enough. Waits for the device."""
     if not tells_apart(mask, blocks):
         return None
     with torch.no_grad():
