@@ -83,7 +83,6 @@ _MODS = (
     "document_unsorted_per_batch",
     "window_with_sinks",
     "every_second_row",
-    "nothing",
     "dilated_by_head",
 )
 

@@ -74,7 +74,7 @@ def test_one_tensor(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", HEADS)
-@pytest.mark.parametrize("page_size", [0, 16, 32, 64, 256])
+@pytest.mark.parametrize("page_size", [0, 64, 256])  # shorter ones have none
 def test_caches(page_size: int, head_dim: int) -> None:
     """Pages in random order, and one tensor for page_size 0; what nobody has written is NaN."""
     query, key, value = draw(head_dim)

@@ -18,11 +18,11 @@ from attnloom.backends.triton.config import value_of
 from attnloom.backends.triton.fields import Tensors
 from attnloom.backends.triton.read_once import HINT, compiled_with, mark
 from attnloom.plan.problem import KernelOptions
-from tests.kernels.cross_compile import Compiled, assemble, compile_for, device_is
+from tests.kernels.cross_compile import Compiled, compile_for, device_is
 
 BF16 = torch.bfloat16
 LONG = 32768  # 64 MiB of keys and as many of values, of 8 heads of 128
-COPY = re.compile(r"cp\.async\.(?:bulk\.tensor|cg)\.[^;]*;")
+COPY = re.compile(r"cp\.async\.bulk\.tensor\.[^;]*;")
 
 
 def decode_call(kv_len: int = LONG, batch: int = 1, group: int = 4, q_len: int = 1):
@@ -60,7 +60,7 @@ def hint(call: AttentionCall, target: str = "sm_90") -> str:
 
 def test_large_caches_that_are_read_once_are_hinted() -> None:
     call = decode_call()
-    hinted = (call, decode_call(batch=4), paged_call(16), paged_call(256), of_one_tensor(call))
+    hinted = (call, decode_call(batch=4), paged_call(64), paged_call(256), of_one_tensor(call))
     assert [hint(one) for one in hinted] == [HINT] * len(hinted)
 
 
@@ -73,7 +73,7 @@ def test_what_several_programs_read_stays_in_the_cache() -> None:
 
 def test_what_fits_the_cache_stays_there() -> None:
     """Of pages that a batch shares, no more than there are is read."""
-    calls = (decode_call(kv_len=8192), paged_call(16, batch=8, num_pages=512))
+    calls = (decode_call(kv_len=8192), paged_call(64, batch=8, num_pages=128))
     assert [hint(one) for one in calls] == [""] * len(calls)
 
 
@@ -100,7 +100,7 @@ class _CompiledTwice:
                 self.made[hint] = compile_for("sm_90", self.kernel, (*args, config), self.options)
 
 
-@pytest.mark.parametrize("page_size", [0, 16, 64])
+@pytest.mark.parametrize("page_size", [0, 64, 256])
 def test_every_copy_has_the_hint(page_size: int) -> None:
     """And the assembler takes it. Without it the kernel is the same but for that."""
     call = paged_call(page_size) if page_size else decode_call()
@@ -130,15 +130,9 @@ def test_text_without_known_copies_stays_as_it_is() -> None:
     assert mark(text) == text
 
 
-def test_copies_of_whole_rows_assemble() -> None:
-    source = "\n".join(
-        (
-            ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry f(.param .u64 a)\n{",
-            ".reg .b64 %rd<2>;\n.shared .align 16 .b8 room[16];\n.reg .b32 %r1;",
-            "ld.param.u64 %rd1, [a];\nmov.u32 %r1, room;",
-            "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10;\nret;\n}\n",
-        )
-    )
-    marked = mark(source)
-    assert "0x10, %read_once;" in marked
-    assert assemble(marked, "sm_90")[1] == 0
+def test_copies_of_rows_died_of_their_hint() -> None:
+    """Pages of 16 and 32 tokens are gathered so: an illegal instruction on an H200."""
+    assert hint(paged_call(16)) == hint(paged_call(32)) == ""
+    copy = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10;"
+    text = f".visible .entry f(\n)\n{{\n{copy}\n}}\n"
+    assert mark(text) == text

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 from attnloom import AuxRequest, create_block_mask, flex_attention  # noqa: E402
 from attnloom.api import repeats  # noqa: E402
-from attnloom.backends.triton import choice, launcher  # noqa: E402
+from attnloom.backends.triton import again, choice, launcher  # noqa: E402
 from benchmarks.pretended import Gpu, Launch, hopper  # noqa: E402
 from tests.kernels.gluon_triton import needs_gluon  # noqa: E402
 
@@ -240,11 +240,29 @@ def test_nothing_is_prepared_while_a_graph_is_captured(gpu: Gpu) -> None:
         for _ in range(3):
             step(tensors())
     (bucket,) = repeats._buckets.values()
-    again = bucket.seen[0].launch.again
-    assert again is not None
-    assert not again.forwards and not again.backwards
+    kept = bucket.seen[0].launch.again
+    assert kept is not None
+    assert not kept.forwards and not kept.backwards
     step(tensors())
-    assert len(again.forwards) == len(again.backwards) == 1
+    assert len(kept.forwards) == len(kept.backwards) == 1
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_graph_kept_smaller_blocks_of_ids_that_changed_before_its_replay(captures: bool) -> None:
+    """Gradients were wrong: only the given blocks hold whatever the ids are."""
+    ids, start = torch.arange(S), mock.Mock()
+    kept = object.__new__(again.BackwardAgain)
+    kept._blanks, kept._starts = (again._blank(ids),) * 3, (start,)
+    kept._device, kept._narrow, kept._no_captured = 0, (), ()
+    kept._of_mask = ((0, weakref.ref(ids), ids._version),)
+    with (
+        mock.patch.object(again, "_as_expected", lambda *_: True),
+        mock.patch.object(again, "stream_of", lambda _: 0),
+        mock.patch.object(again, "is_capturing", lambda _: captures),
+    ):
+        found = kept((ids,), (ids,))
+    assert (found is None) == captures
+    assert start.call_count == (0 if captures else 1)
 
 
 def test_saved_tensors_that_come_back_with_other_strides(gpu: Gpu) -> None:

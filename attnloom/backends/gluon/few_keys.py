@@ -17,7 +17,6 @@ from attnloom.backends.gluon.fields import mask_target
 from attnloom.backends.gluon.fields_forward import looked_up
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import configs
-from attnloom.backends.triton.lists import is_capturing
 from attnloom.backends.triton.refined import FEW_BLOCKS, has_few, refined
 from attnloom.block_mask import BlockLists
 from attnloom.masking.transforms import outside
@@ -58,10 +57,6 @@ def finer(call: AttentionCall) -> AttentionCall:
     """The call with blocks of a step's queries, where they leave scores out."""
     blocks = call.blocks
     if blocks is None or not has_few(blocks, (STEP, KEYS)) or not sees_few(call):
-        return call
-    assert call.mask is not None
-    # smaller blocks follow from what the tensors of the mask_mod hold, see short_rows.py
-    if is_capturing(call.query) or any(t.is_inference() for t in call.mask.tensors):
         return call
     with outside():
         return refined(call, (STEP, KEYS), _WORTH)

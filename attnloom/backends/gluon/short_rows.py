@@ -16,7 +16,6 @@ from attnloom.backends.gluon.fields import mask_target
 from attnloom.backends.gluon.fields_forward import looked_up
 from attnloom.backends.gluon.score_form import sees_score_alone
 from attnloom.backends.registry import AttentionCall
-from attnloom.backends.triton.lists import is_capturing
 from attnloom.backends.triton.refined import FEW_BLOCKS, SIDES, has_few, refined
 from attnloom.block_mask import BlockLists
 from attnloom.masking.transforms import outside
@@ -30,11 +29,6 @@ def finer(call: AttentionCall) -> AttentionCall:
     """The call with blocks of SIDES where its forward is faster with them."""
     blocks = call.blocks
     if blocks is None or not has_few(blocks) or not _holds_few(call, blocks, 1):
-        return call
-    assert call.mask is not None
-    # Smaller blocks follow from what the tensors of the mask_mod hold. When a graph is replayed it
-    # may be something else, and writes to an inference tensor are not counted.
-    if is_capturing(call.query) or any(t.is_inference() for t in call.mask.tensors):
         return call
     with outside():
         found = refined(call)

@@ -37,7 +37,7 @@ class ForwardAgain:
         self._of_mask: _Known = ()
 
     def only_for(self, call: AttentionCall) -> ForwardAgain | None:
-        """See `BackwardAgain`; nor while a graph is recorded, which asks nobody at replay."""
+        """See `BackwardAgain`."""
         found = _of_mask(call)
         if found is None:
             return None
@@ -97,7 +97,8 @@ class BackwardAgain:
         return BackwardAgain(operands, buffers, found) if len(found) == len(starts) else None
 
     def only_for(self, call: AttentionCall) -> BackwardAgain | None:
-        """The same, for the tensors of this call's mask, as long as they hold what they hold."""
+        """The same, for the tensors of this call's mask, as long as they hold what they hold; not
+        while a graph is recorded, which asks nobody at replay."""
         found = _of_mask(call)
         if found is None:
             return None
@@ -114,7 +115,7 @@ class BackwardAgain:
         device = self._device
         if not _as_expected(addresses, device) or not _still(self._narrow, tensors):
             return None
-        if _differ(self._of_mask, tensors):
+        if self._of_mask and (_differ(self._of_mask, tensors) or is_capturing(inputs[0])):
             return None
         fresh = [torch.empty_like(blank) for blank in self._blanks]
         places = (*addresses, *[t.data_ptr() for t in fresh])

@@ -208,11 +208,12 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         for letter, tensor in (("D", key), ("E", value)):
             chunks = _chunks(tensor.size(3))
             fields |= {f"{letter}{i}": width for i, width in enumerate(chunks)}
+    readers = num_chunks * num_tiles * _num_sharing(call)
     config = PagedConfig(
         **fields,
         SINGLE=splits == 1,
         OVERLAPS=splits > 1 and device.can_overlap,
-        HINT=hint_for(query.device, num_chunks * num_tiles * _num_sharing(call), _bytes_read(call)),
+        HINT="" if gather else hint_for(query.device, readers, _bytes_read(call)),
         PAGE=table.page_size,
         GATHER=gather,
         FAR=max(t.stride(0) * (t.size(0) - 1) for t in (key, value)) + _FAR_ROOM > _FAR,

@@ -22,11 +22,11 @@ from attnloom.backends.triton import configs
 from attnloom.backends.triton.interpreter import INTERPRETED
 
 _POLICY = "%read_once"
-# By TMA, and 16 bytes a lane: so come keys and values; entries of lists do not.
-_COPIES = (
+# By TMA. Copies of 16 bytes a lane, by which rows of short pages are gathered, may have a hint as
+# well, but kernels that gave them one died of an illegal instruction (H200, Triton 3.6).
+_COPY = (
     r"(cp\.async\.bulk\.tensor\.\dd\.shared::c\w+\.global\.mbarrier::complete_tx::bytes)"
-    r"( \[[^;]*\]);",
-    r"(cp\.async\.cg\.shared\.global)( \[[^;]*);",
+    r"( \[[^;]*\]);"
 )
 _MARKED = rf"\1.L2::cache_hint\2, {_POLICY};"
 _ENTRY = r"(\.entry\b[^{]*\{)"
@@ -35,7 +35,7 @@ _DECLARED = (
     rf"\ncreatepolicy.fractional.L2::evict_first.b64 {_POLICY}, 1.0;"
 )
 # A part of the configuration, so that kernels on disk are found by what was written into them.
-HINT = hashlib.sha256(repr((_COPIES, _MARKED, _ENTRY, _DECLARED)).encode()).hexdigest()[:8]
+HINT = hashlib.sha256(repr((_COPY, _MARKED, _ENTRY, _DECLARED)).encode()).hexdigest()[:8]
 
 _here = threading.local()
 
@@ -65,9 +65,7 @@ def compiled_with(hint: str) -> Iterator[None]:
 
 def mark(ptx: str) -> str:
     """A kernel whose copies have the hint."""
-    marked = ptx
-    for copy in _COPIES:
-        marked = re.sub(copy, _MARKED, marked)
+    marked = re.sub(_COPY, _MARKED, ptx)
     return ptx if marked == ptx else re.sub(_ENTRY, _DECLARED, marked, count=1)
 
 

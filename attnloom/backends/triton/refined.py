@@ -39,6 +39,8 @@ def refined(
     blocks, mask = call.blocks, call.mask
     if blocks is None or mask is None or not call.query.is_cuda or not has_few(blocks, sides):
         return call
+    if may_change(call):
+        return call
     key = (
         sides,
         id(blocks.row_offsets),
@@ -49,16 +51,21 @@ def refined(
         blocks.kv_offset,
         mask.program.digest,
         mask.numbers,
-        *[(id(t), -1 if t.is_inference() else t._version) for t in mask.tensors],
+        *[(id(t), t._version) for t in mask.tensors],
     )
     if key not in _cache:
-        if is_capturing(blocks.entries):
-            return call  # to count tiles is to wait for the device
         _cache[key] = worth_refining(mask, blocks, sides, worth)
         for tensor in (blocks.row_offsets, blocks.entries, *mask.tensors):
             weakref.finalize(tensor, _cache.pop, key, None)
     found = _cache[key]
     return call if found is None else replace(call, blocks=found)
+
+
+def may_change(call: AttentionCall) -> bool:
+    """Whether the mask_mod's tensors, from which smaller blocks follow, may hold something else
+    when the blocks are used: when a graph is replayed, and where writes are not counted."""
+    tensors = () if call.mask is None else call.mask.tensors
+    return is_capturing(call.query) or any(t.is_inference() for t in tensors)
 
 
 def has_few(blocks: BlockLists, sides: tuple[int, int] = SIDES) -> bool:
