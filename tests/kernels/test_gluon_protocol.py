@@ -40,6 +40,7 @@ FORMS = {
     "one tile of queries": form(Q_STAGES=1, OUT_IN_Q=True),
     "four stages": form(STAGES=4, LOG_STAGES=2),
     "one consumer": form(1, OUT_IN_Q=True),
+    "one consumer, queries ahead": form(1),
     "one consumer in turn": form(1, OVERLAP=False),
     "short rows": form(1, Q_KEPT=1, Q_STAGES=1),
     "queries in registers": form(Q_KEPT=1),

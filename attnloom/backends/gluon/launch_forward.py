@@ -17,6 +17,7 @@ from attnloom.backends.gluon.configs_forward import ROWS, Form, covered
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.descriptors import Blank
 from attnloom.backends.gluon.emit import comes_in_pieces, looks_up_lane_by_lane
+from attnloom.backends.gluon.few_steps import has_few_steps
 from attnloom.backends.gluon.fields import mask_target, score_target
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
 from attnloom.backends.gluon.forward_sm90 import forward_kernel
@@ -125,7 +126,8 @@ def _key(call: AttentionCall, want_max_scores: bool) -> tuple[bool, tuple[object
     """Whether numbers are the first ones, and what launches are remembered by."""
     fixed = has_first_numbers(call)
     inputs = _Inputs(call.query, call.key, call.value, call.query if want_max_scores else None)
-    return fixed, (fixed, call.scale, _size_class(call.blocks), *launch_key(call, inputs))
+    lists = _size_class(call.blocks), has_few_steps(call)
+    return fixed, (fixed, call.scale, *lists, *launch_key(call, inputs))
 
 
 class _Inputs(NamedTuple):
@@ -336,7 +338,8 @@ def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
     none for "auto" (_slower_mods)."""
     score = form_of(call, fixed)
     if score is None or score.inner is None:
-        return _forms(call)
+        found = _forms(call)
+        return tuple(sorted(found, key=_consumers)) if has_few_steps(call) else found
     inner = score.inner
     in_pieces = tuple(
         form
@@ -345,7 +348,11 @@ def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
     )
     if in_pieces and call.options.backend == "auto":
         return in_pieces
-    return (*in_pieces, *sorted(_forms(call), key=lambda form: form.consumers))
+    return (*in_pieces, *sorted(_forms(call), key=_consumers))
+
+
+def _consumers(form: Form) -> int:
+    return form.consumers
 
 
 def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:

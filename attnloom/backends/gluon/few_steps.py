@@ -1,0 +1,56 @@
+"""Two consumers in place of three at heads of up to 64, where a tile has few steps.
+
+Three have 192 queries: a step costs less a query, a tile's beginning and end more, and beside
+blocks of 128 a tile takes part in steps that some of its queries have no block in. Which is less
+follows from how many blocks there are, which the host knows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attnloom.backends.gluon.configs_forward import PANEL, ROWS
+from attnloom.backends.registry import AttentionCall
+
+_STEP = 128  # keys
+_Q_BLOCK = 128
+
+
+class _Cost(NamedTuple):
+    """Of a tile, and of each of its steps, us of a processor that runs one program."""
+
+    consumers: int
+    tile: float
+    step: float
+
+    def of(self, q_len: int, steps: float) -> float:
+        return -(-q_len // (ROWS * self.consumers)) * (self.tile + self.step * steps)
+
+
+# H200, causal, S=1024 and 8,192: docs/log.md.
+_THREE, _TWO = _Cost(3, 3.48, 1.54), _Cost(2, 1.79, 1.15)
+# A tile of three spans two rows of blocks: one more step if both ends of a row move, as those of
+# windows do, half of one, on average, if only the last moves.
+_MORE_STEPS = 0.5
+# Runs differ by 5%, and two have to be less by more than that.
+_SURE = 0.92
+
+
+def has_few_steps(call: AttentionCall) -> bool:
+    """Whether two consumers are sure to be faster; of calls without a score_mod, whose masks, if
+    any, go by positions alone: the others are not timed, or have forms of their own."""
+    dims = call.query.size(3), call.value.size(3)
+    if call.score is not None or (call.mask is not None and call.mask.tensors):
+        return False
+    if max(dims) > PANEL:
+        return False
+    q_len, blocks = call.query.size(2), call.blocks
+    if blocks is None:
+        steps: float = -(-call.key.size(2) // _STEP)
+        more = 0.0
+    elif blocks.q_block != _Q_BLOCK or not blocks.entries.numel():
+        return False
+    else:
+        rows = blocks.row_offsets.numel() - 1
+        steps = blocks.entries.numel() / rows * blocks.kv_block / _STEP
+        more = _MORE_STEPS
+    return _TWO.of(q_len, steps) < _SURE * _THREE.of(q_len, steps + more)
