@@ -189,7 +189,6 @@ def without_a_device() -> Iterator[None]:
         mock.patch("benchmarks.gpu_peers.DEVICE", "cpu"),
         mock.patch.object(launcher.Launcher, "__call__", _compile),
         mock.patch.object(short_rows, "refined", _refined),
-        mock.patch.object(short_rows, "is_capturing", lambda tensor: False),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
     ):
         yield
