@@ -18,6 +18,7 @@ from attnloom.block_mask import BlockLists
 from attnloom.masking.transforms import outside_transforms
 
 _SHORT = 32
+_BITS = 63  # of a number that is sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +101,52 @@ def remembered(derive: Callable[..., Any], blocks: BlockLists, *sizes: int) -> A
 
 
 def _derive_work(blocks: BlockLists, tile_m: int) -> WorkLists:
-    num_q_blocks = -(-blocks.q_len // blocks.q_block)
-    order = _order(blocks, tile_m, num_q_blocks).long()
-    units, num_tiles = order.shape
-    unit = torch.arange(units, device=order.device)[:, None]
-    row = unit * num_q_blocks + order // configs.per_block(blocks.q_block, tile_m)
-    first, last = blocks.row_offsets[row], blocks.row_offsets[row + 1]
+    starts, counts = _by_tile(blocks, tile_m)
     narrow = torch.int32 if blocks.entries.numel() < 2**31 else torch.int64
-    work = torch.stack((order, first, last), 2).to(narrow)
-    return WorkLists(work.view(units, num_tiles, 3), pack_ints(_steps(blocks)))
+    work = torch.empty((*starts.shape, 3), dtype=narrow, device=starts.device)
+    tile, first, count = _most_entries_first(blocks, starts, counts)
+    work[..., 0] = tile
+    work[..., 1] = first
+    work[..., 2] = first + count
+    return WorkLists(work, pack_ints(_steps(blocks)))
+
+
+def _by_tile(blocks: BlockLists, tile_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[units, tiles] each: where a tile's entries begin, and how many there are."""
+    num_q_blocks = -(-blocks.q_len // blocks.q_block)
+    starts = blocks.row_offsets[:-1].view(-1, num_q_blocks)
+    counts = blocks.row_offsets.diff().view(-1, num_q_blocks)
+    per_block = configs.per_block(blocks.q_block, tile_m)
+    if per_block == 1:
+        return starts, counts
+    num_tiles = -(-blocks.q_len // tile_m)
+    starts, counts = (t.repeat_interleave(per_block, dim=1) for t in (starts, counts))
+    return starts[:, :num_tiles], counts[:, :num_tiles]
+
+
+def _most_entries_first(
+    blocks: BlockLists, starts: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tiles of each unit with their starts and counts, [units, tiles] each, by falling counts.
+
+    Equal tiles keep their order, so that neighbours share keys in the cache. All three are sorted
+    as one number where 63 bits hold it: the first use of an operator in a process loads its
+    module, and indexing has one of the largest.
+    """
+    num_tiles, num_entries = starts.size(1), blocks.entries.numel()
+    most = -(-blocks.kv_len // blocks.kv_block)
+    tile_bits, start_bits = num_tiles.bit_length(), num_entries.bit_length()
+    tile = torch.arange(num_tiles, device=starts.device)
+    if most.bit_length() + tile_bits + start_bits > _BITS:
+        tile = counts.argsort(dim=1, descending=True, stable=True)
+        return tile, starts.gather(1, tile), counts.gather(1, tile)
+    key = ((most - counts) << (tile_bits + start_bits)) + (tile << start_bits) + starts
+    key = key.sort(dim=1).values
+    return (
+        (key >> start_bits) & ((1 << tile_bits) - 1),
+        key & ((1 << start_bits) - 1),
+        most - (key >> (tile_bits + start_bits)),
+    )
 
 
 def _derive_groups(blocks: BlockLists, group: int) -> GroupLists:
@@ -151,12 +189,3 @@ def _select(
     offsets = count[row_offsets]
     narrow = values.numel() < 2**31
     return (offsets.int() if narrow else offsets), out
-
-
-def _order(blocks: BlockLists, tile_m: int, num_q_blocks: int) -> torch.Tensor:
-    num_tiles = -(-blocks.q_len // tile_m)
-    per_block = configs.per_block(blocks.q_block, tile_m)
-    live = blocks.row_offsets.diff().view(-1, num_q_blocks)
-    live = live.repeat_interleave(per_block, dim=1)[:, :num_tiles]
-    # stable: equal rows keep their order, so that neighbours share keys in the cache
-    return live.argsort(dim=1, descending=True, stable=True).int().contiguous()

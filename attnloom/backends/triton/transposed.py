@@ -25,15 +25,21 @@ def transposed_lists(blocks: BlockLists) -> TransposedLists:
 
 
 def _transpose(blocks: BlockLists) -> TransposedLists:
+    # few operators, each with a small module, which the first use in a process loads
     grid = blocks.grid
-    row = blocks.entry_rows()
-    partial, kv_block = blocks.entries & 1, blocks.entries >> 1
-    column = row // grid.num_q_blocks * grid.num_kv_blocks + kv_block
-    column, order = column.sort(stable=True)  # rows of a column stay in order
-    entries = ((row % grid.num_q_blocks) * 2 + partial)[order].int()
+    place = torch.arange(blocks.entries.numel(), device=blocks.entries.device)
+    row = torch.searchsorted(blocks.row_offsets, place, right=True) - 1
+    partial, column = blocks.entries & 1, (blocks.entries >> 1).long()
+    if grid.num_batches * grid.num_heads > 1:
+        unit = row // grid.num_q_blocks
+        row, column = row - unit * grid.num_q_blocks, column + unit * grid.num_kv_blocks
+    # rows of a column ascend: both are sorted as one number
+    bits = (2 * grid.num_q_blocks).bit_length()
+    key = ((column << bits) + row * 2 + partial).sort().values
+    entries = (key & ((1 << bits) - 1)).int()
     num_columns = grid.num_batches * grid.num_heads * grid.num_kv_blocks
     edges = torch.arange(num_columns + 1, device=entries.device)
-    row_offsets = torch.searchsorted(column, edges)
+    row_offsets = torch.searchsorted(key, edges << bits)
     turned = BlockLists(
         row_offsets,
         entries,
