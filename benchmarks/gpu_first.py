@@ -9,11 +9,13 @@ KIND is `call` or `step`.
 torch's own first use of the device, of a matrix product and of the autograd engine come before the
 clock starts, and so does that of `backward(gradient)`: it imports sympy, once a process, which took
 most of three seconds on a busy host, whoever's function was differentiated. What is timed ends when
-the device is done; the mask is built before.
+the device is done; the mask is built before. The suite compiles our modules to bytecode first, as
+pip does for all that it installs, torch and Triton among them.
 """
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import cProfile
 import os
@@ -27,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+import attnloom
 from benchmarks.gpu_cases import DEVICE, GpuCase
 from benchmarks.gpu_peers import CONTENDERS
 from benchmarks.rows import Row
@@ -45,6 +48,11 @@ _CACHES = {
 
 def gpu_first_suite(keeps: Callable[[str], bool], peers: tuple[str, ...]) -> Iterator[Row]:
     """first_call and first_step with empty caches, warm_call and warm_step with filled ones."""
+    for folder in attnloom.__path__:
+        if not compileall.compile_dir(folder, quiet=2):
+            raise RuntimeError(
+                f"bytecode of {folder} cannot be written; first calls would read text"
+            )
     rivals = tuple(peer for peer in ("triton", "torch-flex") if peer in peers)
     for key, case in CASES.items():
         if not keeps(case.name):

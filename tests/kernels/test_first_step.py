@@ -20,7 +20,7 @@ if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
     pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
 
 # ruff: noqa: E402
-from attnloom.backends.gluon import backward_ahead
+from attnloom.backends.gluon import backward_ahead, launch_forward
 from attnloom.backends.triton import beside
 from benchmarks import prewarm
 from benchmarks.signatures import type_of
@@ -180,6 +180,34 @@ def test_a_forward_without_gradients_compiles_itself_alone():
         attnloom.flex_attention(*inputs(64, grad=False), score_mod=alibi)
     assert [name for name, _, _ in compiler.launched] == ["forward_kernel"]
     assert compiler.compiled == {}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_lists_are_derived_while_the_forward_is_compiled(head_dim: int, monkeypatch):
+    """Without gradients too. The kernel is compiled for lists that are not there yet."""
+    mask = attnloom.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    compiler = Compiler()
+    compiling, derived = threading.Event(), threading.Event()
+    derive, compile_ = launch_forward._lists, compiler.compile
+
+    def lists(*args: Any) -> Any:
+        assert compiling.wait(60), "the kernel waited for its lists"
+        found = derive(*args)
+        derived.set()
+        return found
+
+    def compiled(*args: Any) -> Any:
+        compiling.set()
+        assert derived.wait(60), "the lists waited for the kernel"
+        return compile_(*args)
+
+    monkeypatch.setattr(launch_forward, "_lists", lists)
+    compiler.compile = compiled
+    with installed(compiler):
+        attnloom.flex_attention(*inputs(head_dim, grad=False), block_mask=mask)
+    assert [name for name, _, _ in compiler.launched] == ["forward_kernel"]
+    assert set(compiler.compiled) == set(compiler.launched)
+    assert threading.main_thread() not in compiler.compiled.values()
 
 
 @pytest.mark.parametrize("groups", [4, 1])

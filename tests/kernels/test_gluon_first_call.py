@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -55,3 +57,14 @@ def test_consumers_are_read_once():
     assert names.count("_consumer") == 3
     once = ["consume", "_plain_tile", "_weights", "softmax_step", "masked", "rescaled"]
     assert {name: names.count(name) for name in once} == dict.fromkeys(once, 1)
+
+
+def test_a_forward_imports_no_portable_kernels():
+    """Some 20 of 90 jit functions of a first call were of kernels that it does not launch."""
+    code = (
+        "import sys, attnloom.backends.gluon.launch_forward\n"
+        "print(*(n for n in sys.modules if n.startswith('attnloom.backends.triton')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    portable = {"forward", "decode", "merge", "tiles", "backward"}
+    assert not portable & {name.rpartition(".")[2] for name in done.stdout.split()}

@@ -1,4 +1,4 @@
-"""Which tiles the forward and the kernels of the backward take first, and where their entries lie."""
+"""Which tiles kernels take first, and where their entries lie."""
 
 from __future__ import annotations
 

@@ -29,11 +29,10 @@ from attnloom.backends.triton.arguments import bind
 from attnloom.backends.triton.beside import Job, is_new
 from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.fields import Tensors, launch_key, overhanging_block
-from attnloom.backends.triton.launch_decode import is_decode
-from attnloom.backends.triton.launch_forward import heads_together
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.packed import pack_ints
+from attnloom.backends.triton.sizes import heads_together, is_decode
 from attnloom.block_mask import BlockLists
 
 _NO_LISTS = (0.0,) * 8
@@ -104,7 +103,7 @@ def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | 
     alias, others, sources = found
     device = call.query.device
     counter = counter_of(device).detach()
-    args = _arguments(ready, alias, others, counter)
+    args = _arguments(ready, alias, others, counter, _lists(alias, ready.form))
     restart = ready.launch.restart(args, (*sources, counter))
     if restart is None:
         return None
@@ -224,8 +223,8 @@ def _choose(
     best: _Ready | None = None
     for form in _in_order(call, fixed):
         ready = prepare(call, tensors, form, fixed)
-        if best is None and call.for_backward:
-            _compile_with_backward(ready, call, tensors, given)
+        if best is None and (call.for_backward or call.blocks is not None):
+            _compile_beside(ready, call, tensors, given)
         try:
             _launch(ready, call, tensors)
         except OutOfResources:
@@ -241,30 +240,38 @@ def _choose(
     return best
 
 
-def _compile_with_backward(
+def _compile_beside(
     ready: _Ready, call: AttentionCall, tensors: Tensors, given: AttentionCall
 ) -> None:
-    """Compile the kernel and, beside it, what the gradients of its results will ask for."""
-    from attnloom.backends.gluon import backward_ahead
-
+    """Compile the kernel while its lists are derived and, beside it, what the gradients of its
+    results will ask for."""
     if is_capturing(call.query) or not addresses_aligned(call):
         return
-    if not is_new(ready.launch.config):
+    if not is_new(ready.launch.config, call.for_backward):
         return
     counter = counter_of(call.query.device)
-    job = Job([(ready.launch, _arguments(ready, call, tensors, counter))])
-    job.read.wait()
-    backward_ahead.start(given, tensors.out, tensors.lse)
+    job = Job([(ready.launch, _arguments(ready, call, tensors, counter, _expected_lists(call)))])
+    _lists(call, ready.form)  # remembered; the first use of torch's operators loads their modules
+    if call.for_backward:
+        from attnloom.backends.gluon import backward_ahead
+
+        job.read.wait()
+        backward_ahead.start(given, tensors.out, tensors.lse)
     job.wait()
 
 
 def _launch(ready: _Ready, call: AttentionCall, tensors: Tensors) -> None:
     counter = counter_of(tensors.lse.device)
-    ready.launch(addresses_aligned(call), *_arguments(ready, call, tensors, counter))
+    lists = _lists(call, ready.form)
+    ready.launch(addresses_aligned(call), *_arguments(ready, call, tensors, counter, lists))
 
 
 def _arguments(
-    ready: _Ready, call: AttentionCall, tensors: Tensors, counter: torch.Tensor
+    ready: _Ready,
+    call: AttentionCall,
+    tensors: Tensors,
+    counter: torch.Tensor,
+    lists: tuple[object, ...],
 ) -> tuple[object, ...]:
     """Of forward_kernel but for its config."""
     query, key, value, out = (
@@ -272,7 +279,7 @@ def _arguments(
     )
     _, lse, max_scores = tensors.outputs()
     return (
-        query, key, value, out, lse, max_scores, counter, _lists(call, ready.form),
+        query, key, value, out, lse, max_scores, counter, lists,
         bind(call.score), bind(call.mask), ready.scales.factor, ready.scales.base, ready.shape,
     )  # fmt: skip
 
@@ -288,6 +295,14 @@ def _lists(call: AttentionCall, form: Form) -> tuple[object, ...]:
     # a kernel needs an address, also to read nothing from
     entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)
     return entries, found.work, *found.steps
+
+
+def _expected_lists(call: AttentionCall) -> tuple[object, ...]:
+    """Of the types that `_lists` will have, to compile for: fewer than 2**31 aligned entries."""
+    if call.blocks is None:
+        return _NO_LISTS
+    entries = call.blocks.entries
+    return entries, entries, *pack_ints((0, 0))
 
 
 def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _Ready:

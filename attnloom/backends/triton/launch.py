@@ -23,6 +23,7 @@ from attnloom.backends.triton.launcher import addresses_aligned
 from attnloom.backends.triton.lists import fitted
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.refined import refined
+from attnloom.backends.triton.sizes import is_decode
 from attnloom.errors import counted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,7 +64,7 @@ class TritonBackend:
         with on_device(call.query.device):
             if call.table is not None:
                 return launch_paged.attend(call, want_max_scores)
-            if launch_decode.is_decode(call):
+            if is_decode(call):
                 return launch_decode.decode(call, want_max_scores)
             return launch_forward.forward(_fitted(call), want_max_scores)
 
@@ -71,7 +72,7 @@ class TritonBackend:
         if call.table is not None or not addresses_aligned(call):
             return None
         with on_device(call.query.device):
-            if launch_decode.is_decode(call):
+            if is_decode(call):
                 return launch_decode.decode_again(call, want_max_scores)
             return launch_forward.forward_again(_fitted(call), want_max_scores)
 

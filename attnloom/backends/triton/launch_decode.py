@@ -34,6 +34,7 @@ from attnloom.backends.triton.preparation import (
     shape_class,
 )
 from attnloom.backends.triton.read_once import hint_for
+from attnloom.backends.triton.sizes import MAX_DECODE_ROWS
 from attnloom.backends.triton.splits import (
     merge_config,
     merge_options,
@@ -41,8 +42,6 @@ from attnloom.backends.triton.splits import (
     partial_results,
 )
 
-MAX_ROWS = 64  # query heads of a group times queries that count as decode
-MAX_ROWS_IDLE = 128  # the same where a forward would leave processors idle
 _NO_LISTS = (0.0,) * 8
 _OPERANDS = 7  # q, k0 .. v2
 _A_PROCESSOR = 2  # programs that share a processor
@@ -67,15 +66,6 @@ class _Ready:
 
 
 _ready: dict[tuple[object, ...], _Ready] = {}
-
-
-def is_decode(call: AttentionCall) -> bool:
-    """Whether queries are so few that programs must share their keys to fill the device."""
-    batch, heads, q_len, _ = call.query.shape
-    num_rows = heads // call.key.size(1) * q_len
-    if num_rows <= MAX_ROWS or num_rows > MAX_ROWS_IDLE:
-        return num_rows <= MAX_ROWS
-    return batch * heads < configs.device_of(call.query.device).num_processors
 
 
 def decode(call: AttentionCall, want_max_scores: bool) -> ForwardResult:
@@ -235,7 +225,7 @@ def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
     if blocks is not None:
         limit_n = min(limit_n, blocks.kv_block)
     num_rows = query.size(1) // key.size(1) * query.size(2)
-    shape = shape_class(call, 16 if num_rows <= 16 else MAX_ROWS, limit_n)
+    shape = shape_class(call, 16 if num_rows <= 16 else MAX_DECODE_ROWS, limit_n)
     tiles = configs.decode_tiles(configs.device_of(query.device), shape)
     small = num_rows <= 16 and shape.itemsize == 2 and shape.width <= 64
     if not small or not configs.device_of(query.device).has_tma or INTERPRETED:

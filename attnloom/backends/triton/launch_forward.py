@@ -37,6 +37,7 @@ from attnloom.backends.triton.preparation import (
     phase_fields,
     shape_class,
 )
+from attnloom.backends.triton.sizes import heads_together
 
 _NO_LISTS = (0.0,) * 8
 _OPERANDS = 9  # q0 .. v2
@@ -141,16 +142,3 @@ def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
         limit_m, limit_n = min(limit_m, blocks.q_block), min(limit_n, blocks.kv_block)
     shape = shape_class(call, limit_m, limit_n)
     return configs.forward_tiles(configs.device_of(query.device), shape)
-
-
-def heads_together(call: AttentionCall, device: configs.Device) -> int:
-    """Query heads taken together, whole groups of a key head: a power of two of key heads whose
-    keys and values share about a third of the L2 cache (H200, S = 8192: 4 heads at D = 128, 8 at
-    64)."""
-    key, value = call.key, call.value
-    group = call.query.size(1) // key.size(1)
-    bytes_a_head = key.size(2) * (
-        key.size(3) * key.element_size() + value.size(3) * value.element_size()
-    )
-    together = max(1, 3 * device.l2_bytes // 10 // max(bytes_a_head, 1))
-    return min(1 << (together.bit_length() - 1), 64) * group

@@ -1,0 +1,32 @@
+"""What sizes of a call decide, whichever kernels run it: a module without kernels, so that asking
+imports none."""
+
+from __future__ import annotations
+
+from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton import configs
+
+MAX_DECODE_ROWS = 64  # query heads of a group times queries that count as decode
+_MAX_DECODE_ROWS_IDLE = 128  # the same where a forward would leave processors idle
+
+
+def is_decode(call: AttentionCall) -> bool:
+    """Whether queries are so few that programs must share their keys to fill the device."""
+    batch, heads, q_len, _ = call.query.shape
+    num_rows = heads // call.key.size(1) * q_len
+    if num_rows <= MAX_DECODE_ROWS or num_rows > _MAX_DECODE_ROWS_IDLE:
+        return num_rows <= MAX_DECODE_ROWS
+    return batch * heads < configs.device_of(call.query.device).num_processors
+
+
+def heads_together(call: AttentionCall, device: configs.Device) -> int:
+    """Query heads taken together, whole groups of a key head: a power of two of key heads whose
+    keys and values share about a third of the L2 cache (H200, S = 8192: 4 heads at D = 128, 8 at
+    64)."""
+    key, value = call.key, call.value
+    group = call.query.size(1) // key.size(1)
+    bytes_a_head = key.size(2) * (
+        key.size(3) * key.element_size() + value.size(3) * value.element_size()
+    )
+    together = max(1, 3 * device.l2_bytes // 10 // max(bytes_a_head, 1))
+    return min(1 << (together.bit_length() - 1), 64) * group
