@@ -196,6 +196,18 @@ def test_other_documents_keep_theirs(
     assert not counted
 
 
+def test_masks_of_one_shape_shared_what_only_short_rows_have() -> None:
+    """A refusal of long rows in blocks of 64 was remembered for short ones as well."""
+
+    def key(ids: torch.Tensor) -> tuple[object, ...]:
+        call = call_of(lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), block=64)
+        with device_is("sm_90"):
+            return launch_forward._key(call, False)[1]
+
+    assert key(IDS) == key(IDS.clone())
+    assert key(IDS) != key(torch.zeros_like(IDS))
+
+
 def test_blocks_of_64_with_few_of_them_a_row(counted: list[Any]) -> None:
     assert first_form(call_of(documents, block=64)).programs == 2
     assert first_form(call_of(near, block=64)).programs == 2

@@ -125,7 +125,7 @@ def _key(call: AttentionCall, want_max_scores: bool) -> tuple[bool, tuple[object
     """Whether numbers are the first ones, and what launches are remembered by."""
     fixed = has_first_numbers(call)
     inputs = _Inputs(call.query, call.key, call.value, call.query if want_max_scores else None)
-    lists = _size_class(call.blocks), has_few_steps(call)
+    lists = _size_class(call.blocks), has_few_steps(call), has_short_rows(call)
     return fixed, (fixed, call.scale, *lists, *launch_key(call, inputs))
 
 
