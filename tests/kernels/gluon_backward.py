@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
+
 from attnloom.backends.gluon import launch_backward
 from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton.launch import TritonBackend
@@ -68,3 +70,24 @@ def check_gradients(case: Case, portable: bool = False, **options: Any) -> None:
     """Every result and gradient of a case, within the harness's error budget."""
     with gluon_backward(portable):
         check_attention(case, attnloom_with("cuda", backend="triton", **options))
+
+
+def repeated(mask_mod: Any, head_dim: int) -> list[tuple[torch.Tensor, ...]]:
+    """Gradients of one forward, and the same twenty times more, on two other streams in turn."""
+    import attnloom
+
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    size, like = (4, 16, 1000, head_dim), {"dtype": torch.bfloat16, "device": "cuda"}
+    *leaves, dout = (torch.randn(size, generator=draw, **like) for _ in range(4))
+    leaves = [x.requires_grad_() for x in leaves]
+    mask = attnloom.create_block_mask(mask_mod, None, None, 1000, 1000, device="cuda")
+    options = {"backend": "gluon"}
+    out = attnloom.flex_attention(*leaves, block_mask=mask, kernel_options=options)
+    found = [torch.autograd.grad(out, leaves, dout, retain_graph=True)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for turn in range(20):
+        with torch.cuda.stream(streams[turn % 2]):
+            found.append(torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    torch.cuda.synchronize()
+    return found

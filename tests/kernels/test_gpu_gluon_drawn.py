@@ -16,18 +16,13 @@ pytest.importorskip("triton")
 from tests.harness.case import Case
 from tests.harness.draw import Sizes
 from tests.kernels.apart import apart
+from tests.kernels.hopper import ON_HOPPER
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=300, KV_LEN=700, D=64, Dv=64)
 FEW_PROGRAMS = 5  # for 24 tiles of keys
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = ON_HOPPER
 
 
 @contextlib.contextmanager
@@ -104,36 +99,15 @@ def test_lengths(head_dim: int) -> None:
 
 
 def check_repeats() -> None:
-    """dk and dv are bitwise the same each time, on two streams and in graphs too."""
-    import attnloom
+    """dk and dv are bitwise the same each time, on two streams too."""
+    from tests.kernels.gluon_backward import repeated
 
-    draw = torch.Generator(device="cuda").manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(4, 16, 1000, 128, generator=draw, dtype=BF16, device="cuda") for _ in range(4)
-    )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    mask = attnloom.create_block_mask(
-        lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 1000, 1000, device="cuda"
-    )
     with drawn(132):
-        options = {"backend": "gluon"}
-        out = attnloom.flex_attention(q, k, v, block_mask=mask, kernel_options=options)
-
-        def backward() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-        first = backward()
-        streams = [torch.cuda.Stream() for _ in range(2)]
-        torch.cuda.synchronize()
-        found = []
-        for turn in range(20):
-            with torch.cuda.stream(streams[turn % 2]):
-                found.append(backward())
-        torch.cuda.synchronize()
-        for results in found:
-            assert torch.equal(results[1], first[1])
-            assert torch.equal(results[2], first[2])
-            torch.testing.assert_close(results[0], first[0], rtol=1e-2, atol=1e-2)
+        first, *others = repeated(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 128)
+    for results in others:
+        assert torch.equal(results[1], first[1])
+        assert torch.equal(results[2], first[2])
+        torch.testing.assert_close(results[0], first[0], rtol=1e-2, atol=1e-2)
 
 
 def test_repeats() -> None:

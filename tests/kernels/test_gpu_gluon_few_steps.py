@@ -16,17 +16,12 @@ from tests.harness.case import Case
 from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
 from tests.harness.implementations import attnloom_with
+from tests.kernels.hopper import ON_HOPPER
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=1000, KV_LEN=1000, D=64, Dv=64)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = ON_HOPPER
 
 
 @pytest.fixture(autouse=True)

@@ -17,17 +17,12 @@ from tests.harness.check import check_attention
 from tests.harness.draw import Sizes
 from tests.harness.implementations import attnloom_with
 from tests.kernels.apart import apart
+from tests.kernels.hopper import ON_HOPPER
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = Sizes(B=2, Hq=4, Hkv=2, Q_LEN=300, KV_LEN=400, D=64, Dv=64)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = ON_HOPPER
 
 
 @contextlib.contextmanager

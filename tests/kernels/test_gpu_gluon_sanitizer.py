@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+from tests.kernels.hopper import ON_HOPPER
+
+pytestmark = ON_HOPPER
 
 
 @pytest.mark.parametrize(

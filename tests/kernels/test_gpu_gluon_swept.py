@@ -16,17 +16,12 @@ pytest.importorskip("triton")
 from tests.harness.case import Case
 from tests.harness.draw import Sizes
 from tests.kernels.apart import apart
+from tests.kernels.hopper import ON_HOPPER
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = Sizes(B=2, Hq=4, Hkv=4, Q_LEN=700, KV_LEN=700, D=64, Dv=64)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = ON_HOPPER
 
 
 @contextlib.contextmanager
@@ -133,35 +128,15 @@ def test_lengths(head_dim: int) -> None:
 
 def check_repeats(head_dim: int) -> None:
     """All gradients are bitwise the same each time, on two streams too."""
-    import attnloom
+    from tests.kernels.gluon_backward import repeated
 
-    draw = torch.Generator(device="cuda").manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(4, 16, 1000, head_dim, generator=draw, dtype=BF16, device="cuda")
-        for _ in range(4)
-    )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
     ids = torch.arange(1000, device="cuda") // 170
-    mask = attnloom.create_block_mask(
-        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx]),
-        None, None, 1000, 1000, device="cuda",
-    )  # fmt: skip
     with swept(50):
-        out = attnloom.flex_attention(q, k, v, block_mask=mask, kernel_options={"backend": "gluon"})
-
-        def backward() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-        first = backward()
-        streams = [torch.cuda.Stream() for _ in range(2)]
-        torch.cuda.synchronize()
-        found = []
-        for turn in range(20):
-            with torch.cuda.stream(streams[turn % 2]):
-                found.append(backward())
-        torch.cuda.synchronize()
-        for results in found:
-            assert all(torch.equal(x, y) for x, y in zip(results, first, strict=True))
+        first, *others = repeated(
+            lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx]), head_dim
+        )
+    for results in others:
+        assert all(torch.equal(x, y) for x, y in zip(results, first, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
