@@ -95,7 +95,7 @@ def _sweep(blocks: BlockLists) -> SweptLists:
     low = low.view(-1, grid.num_kv_blocks).flip(1).cummin(1).values.flip(1)
     rows = (high - low + 1).amax().clamp(min=1) * blocks.q_block + _slack(blocks)
     powers = 2 ** torch.arange(31, device=row.device)
-    window = powers[torch.searchsorted(powers, rows)]
+    window = powers.take(torch.searchsorted(powers, rows))  # an index would be read on the host
     return SweptLists(entries, window.int().view(1), offsets.int())
 
 
