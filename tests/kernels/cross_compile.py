@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -92,6 +94,17 @@ def assemble(ptx: str, arch: str) -> tuple[int, int, str]:
     spills = re.search(r"(\d+) bytes spill stores", done.stderr)
     assert registers is not None and spills is not None, done.stderr
     return int(registers[1]), int(spills[1]), done.stderr
+
+
+def assembly(ptx: str) -> str:
+    """What ptxas makes of a kernel, as cuobjdump reads it."""
+    match = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+    assert match is not None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as made:
+        command = [get_ptxas(int(match[2])).path, f"-arch={match[1]}", "-", "-o", made.name]
+        subprocess.run(command, input=ptx, text=True, check=True)
+        shown = [knobs.nvidia.cuobjdump.path, "-sass", made.name]
+        return subprocess.run(shown, capture_output=True, text=True, check=True).stdout
 
 
 class CompilingLauncher:

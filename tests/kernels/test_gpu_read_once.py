@@ -11,8 +11,9 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from attnloom import flex_attention
-from attnloom.backends.triton import launch_decode
+from attnloom import PagedKV, PageTable, create_block_mask, flex_attention
+from attnloom.backends.reference import paged_reference
+from attnloom.backends.triton import launch_decode, launch_paged
 from attnloom.backends.triton.config import value_of
 
 pytestmark = [
@@ -24,7 +25,12 @@ pytestmark = [
 ]
 BF16 = torch.bfloat16
 B, L = 8, 4096
+LENGTHS = (L, L - 1, 1, 0, 77, L - 96, L // 2 + 1, 64)
 HEADS = {64: (16, 16), 128: (32, 8)}  # of queries and of keys; 64 MiB of keys and as many of values
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
 
 
 def draw(head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,3 +71,32 @@ def test_one_tensor(head_dim: int) -> None:
     wide = (x.double() for x in (query, key, value))
     want = functional.scaled_dot_product_attention(*wide, enable_gqa=True)
     torch.testing.assert_close(out.double(), want, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("head_dim", HEADS)
+@pytest.mark.parametrize("page_size", [0, 16, 32, 64, 256])
+def test_caches(page_size: int, head_dim: int) -> None:
+    """Pages in random order, and one tensor for page_size 0; what nobody has written is NaN."""
+    query, key, value = draw(head_dim)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+    for b, length in enumerate(LENGTHS):
+        key[b, :, length:], value[b, :, length:] = torch.nan, torch.nan
+    mask = create_block_mask(causal, None, None, L, L, "cuda")
+    if page_size:
+        places = torch.randperm(B * L // page_size, device="cuda")
+        key, value = (in_pages(x, places, page_size) for x in (key, value))
+        table = PageTable(lengths, None, places.int().view(B, -1), page_size, L)
+        cache: tuple[Any, ...] = (PagedKV(key, value, table),)
+    else:
+        table, cache = PageTable(lengths, None, None, 0, L), (key, value)
+        mask = mask.for_decode(lengths)
+    out = run_both(launch_paged, lambda: attend(query, *cache, block_mask=mask))
+    want = paged_reference(query, key, value, table).out
+    torch.testing.assert_close(out.double(), want, atol=1e-3, rtol=1e-2)
+
+
+def in_pages(x: torch.Tensor, places: torch.Tensor, page_size: int) -> torch.Tensor:
+    cut = x.unflatten(2, (-1, page_size)).transpose(1, 2).flatten(0, 1)
+    pages = torch.empty_like(cut, memory_format=torch.contiguous_format)
+    pages[places] = cut
+    return pages

@@ -38,8 +38,8 @@ _TL = {
 class ForwardConfig(KernelConfig):
     """Everything that a forward or decode kernel is compiled for; see the glossary of forward.py.
 
-    SINGLE, OVERLAPS: of decode.py and paged.py: one split; a second kernel starts beside this one.
-    HINT: of decode.py: what copies say to the second-level cache (read_once.py), "": nothing.
+    SINGLE, OVERLAPS, HINT: of decode.py and paged.py: one split; a second kernel starts beside this
+    one; what copies say to the second-level cache (read_once.py), "": nothing.
     """
 
     TILE_M: int

@@ -28,6 +28,7 @@ from attnloom.backends.triton.preparation import (
     packed_strides,
     shape_class,
 )
+from attnloom.backends.triton.read_once import hint_for
 from attnloom.backends.triton.shared_lists import lists_of_groups
 from attnloom.backends.triton.splits import (
     merge_config,
@@ -207,10 +208,12 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         for letter, tensor in (("D", key), ("E", value)):
             chunks = _chunks(tensor.size(3))
             fields |= {f"{letter}{i}": width for i, width in enumerate(chunks)}
+    readers = num_chunks * num_tiles * _num_sharing(call)
     config = PagedConfig(
         **fields,
         SINGLE=splits == 1,
         OVERLAPS=splits > 1 and device.can_overlap,
+        HINT=hint_for(query.device, readers, _bytes_read(call)),
         PAGE=table.page_size,
         GATHER=gather,
         FAR=max(t.stride(0) * (t.size(0) - 1) for t in (key, value)) + _FAR_ROOM > _FAR,
@@ -253,6 +256,20 @@ def _capacity(call: AttentionCall) -> int:
     if table.pages is None:
         return call.key.size(2)
     return table.pages.size(1) * table.page_size
+
+
+def _num_sharing(call: AttentionCall) -> int:
+    """Rows of the batch with the same keys, as far as the host knows."""
+    table = call.table
+    assert table is not None
+    return 1 if table.pages is not None else call.query.size(0) // call.key.size(0)
+
+
+def _bytes_read(call: AttentionCall) -> int:
+    """Of keys and values at most, each once."""
+    key, value = call.key, call.value
+    rows = min(key.size(0) * key.size(2), call.query.size(0) * _capacity(call))
+    return rows * key.size(1) * (key.size(3) + value.size(3)) * key.element_size()
 
 
 def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:

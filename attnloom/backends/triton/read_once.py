@@ -21,21 +21,29 @@ import torch
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.interpreter import INTERPRETED
 
-_POLICY = "%read_once"
-# By TMA. Copies of 16 bytes a lane, by which rows of short pages are gathered, may have a hint as
-# well, but kernels that gave them one died of an illegal instruction (H200, Triton 3.6).
-_COPY = (
+_POLICY, _NOTHING = "%read_once", "%nothing"
+# By TMA, and 16 bytes a lane: so come keys and values; entries of lists do not.
+_TILES = (
     r"(cp\.async\.bulk\.tensor\.\dd\.shared::c\w+\.global\.mbarrier::complete_tx::bytes)"
-    r"( \[[^;]*\]);"
+    r"( \[[^;]*\]);",
+    rf"\1.L2::cache_hint\2, {_POLICY};",
 )
-_MARKED = rf"\1.L2::cache_hint\2, {_POLICY};"
+# Where a part of the address in shared memory is the same in all lanes, ptxas 12.8 and 12.9 give a
+# copy with a hint uniform registers that nobody has written: an illegal instruction on an H200.
+# `_NOTHING` is zero, which ptxas does not know, in each lane.
+_ROWS = (
+    r"(cp\.async\.cg\.shared\.global)( \[ *)(%r\d+)([^;]*);",
+    rf"{{ .reg .b32 %at; add.s32 %at, \3, {_NOTHING};"
+    rf" \1.L2::cache_hint\2%at\4, {_POLICY}; }}",
+)
 _ENTRY = r"(\.entry\b[^{]*\{)"
 _DECLARED = (
-    rf"\1\n.reg .b64 {_POLICY};"
+    rf"\1\n.reg .b64 {_POLICY};\n.reg .b32 {_NOTHING};"
     rf"\ncreatepolicy.fractional.L2::evict_first.b64 {_POLICY}, 1.0;"
+    rf"\nmov.u32 {_NOTHING}, %lanemask_lt;\nshr.u32 {_NOTHING}, {_NOTHING}, 31;"
 )
 # A part of the configuration, so that kernels on disk are found by what was written into them.
-HINT = hashlib.sha256(repr((_COPY, _MARKED, _ENTRY, _DECLARED)).encode()).hexdigest()[:8]
+HINT = hashlib.sha256(repr((_TILES, _ROWS, _ENTRY, _DECLARED)).encode()).hexdigest()[:8]
 
 _here = threading.local()
 
@@ -65,7 +73,7 @@ def compiled_with(hint: str) -> Iterator[None]:
 
 def mark(ptx: str) -> str:
     """A kernel whose copies have the hint."""
-    marked = re.sub(_COPY, _MARKED, ptx)
+    marked = re.sub(*_ROWS, re.sub(*_TILES, ptx))
     return ptx if marked == ptx else re.sub(_ENTRY, _DECLARED, marked, count=1)
 
 
