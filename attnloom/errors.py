@@ -57,6 +57,10 @@ class RequestError(AttnloomError, ValueError):
     """A request for text asks for something that means nothing or does not fit."""
 
 
+class NotFiniteError(AttnloomError, ArithmeticError):
+    """A model's logits are NaN or infinite, which ends the request that they belong to."""
+
+
 class OverloadedError(AttnloomError, RuntimeError):
     """More requests are waiting than may; nothing was queued."""
 

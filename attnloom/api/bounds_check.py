@@ -58,9 +58,10 @@ def _parts(call: AttentionCall) -> Iterator[dict[str, torch.Tensor]]:
             yield positions(query[:, :, start:stop], keys, start)
         return
     for b, (length, count) in enumerate(zip(*table.on_host(query.size(2)), strict=True)):
-        rows = query[b : b + 1, :, :count]
+        first = max(0, length - count)  # rows before the sequence see nothing
+        rows = query[b : b + 1, :, first - (length - count) : count]
         for start, stop in row_chunks(rows, length):
-            at = positions(rows[:, :, start:stop], length, length - count + start)
+            at = positions(rows[:, :, start:stop], length, first + start)
             yield at | {"b": at["b"] + b}
 
 

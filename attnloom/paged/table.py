@@ -48,7 +48,9 @@ class PageTable:
         lengths: [B] int32, keys of each sequence. Rows of a page from there on are never used,
             whatever they hold.
         counts: [B] int32, queries of each sequence, the newest of its tokens; further rows of query
-            are padding and give 0. None: as many as query has rows.
+            are padding and give 0. None: as many as query has rows, or none of a sequence without
+            tokens. A sequence of fewer tokens than queries is refused on the CPU; on a device,
+            where nobody reads either before the kernels, rows before its first token give 0.
         pages: [B, width] int32: token t of sequence b is row t % page_size of page
             pages[b, t // page_size]. Entries past a sequence's end are not read. None: sequence b
             is row b of [B, Hkv, KV_LEN, D] tensors.
@@ -193,6 +195,8 @@ def _check_numbers(table: PageTable, q_len: int, room: int) -> None:
             _refuse_outside("counts", counts, 0, q_len, _BOUND_OF_QUERY)
         if most > shortest:
             _refuse_outside("counts", counts, 0, lengths.numpy(), _BOUND_OF_TOKENS)
+    elif shortest < q_len:
+        _refuse_shorter(lengths, q_len)
     if pages is not None:
         first, last = _ends(pages)
         if first < 0 or last >= room:
@@ -234,6 +238,19 @@ def _refuse_pages(table: PageTable, pages: np.ndarray, num_pages: int) -> None:
             f"{num_pages - 1}; tokens {first} to "
             f"{min(first + table.page_size, int(lengths[b])) - 1} of sequence {b} would lie there. "
             "Entries past the end of a sequence may hold anything."
+        )
+
+
+def _refuse_shorter(lengths: torch.Tensor, q_len: int) -> None:
+    """Raise if a sequence that has tokens has fewer than there are rows of query."""
+    numbers = lengths.numpy()
+    wrong = (numbers > 0) & (numbers < q_len)
+    if wrong.any():
+        b = int(np.argmax(wrong))
+        raise ShapeError(
+            f"lengths[{b}] is {int(numbers[b])}, but without counts all {q_len} rows of query are "
+            "the newest of its tokens. Give counts, which say how many there are of each sequence; "
+            "further rows are padding."
         )
 
 

@@ -8,7 +8,13 @@
 `attnloom serve` puts it behind an HTTP endpoint in the form of OpenAI's.
 """
 
-from attnloom.errors import CaptureError, ModelError, OverloadedError, RequestError
+from attnloom.errors import (
+    CaptureError,
+    ModelError,
+    NotFiniteError,
+    OverloadedError,
+    RequestError,
+)
 from attnloom.serving.config import ModelConfig, Rope
 from attnloom.serving.decoder import Decoder, random_decoder
 from attnloom.serving.drafts import Drafter, DraftTree, NgramDrafter
@@ -44,6 +50,7 @@ __all__ = [
     # errors
     "ModelError",
     "RequestError",
+    "NotFiniteError",
     "OverloadedError",
     "CaptureError",
 ]

@@ -80,7 +80,7 @@ class Drafter(Protocol):
     warned of and its guess dropped: the engine goes on without."""
 
     def propose(self, tokens: Items[int]) -> DraftTree | None:
-        """A tree of what may follow these tokens; None where there is no idea."""
+        """A tree of what may follow these tokens, a tuple; None where there is no idea."""
         ...
 
 

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TypeVar
 
-from attnloom.errors import OptionError, RequestError, counted
+from attnloom.errors import NotFiniteError, OptionError, RequestError, counted
 from attnloom.paged import PagedKVCache
 from attnloom.serving.decoder import Decoder
 from attnloom.serving.drafts import Drafter, DraftTree
+from attnloom.serving.launched import Launched, Rows
 from attnloom.serving.metrics import Metrics
-from attnloom.serving.request import (
-    Finish,
-    Logprob,
-    Output,
-    Request,
-    SamplingParams,
-    Sequence,
-)
+from attnloom.serving.request import Finish, Output, Request, SamplingParams, Sequence
 from attnloom.serving.runner import ModelRunner
-from attnloom.serving.sampling import Draw, Drawn, sample
 from attnloom.serving.scheduler import Chunk, Limits, Scheduler
 from attnloom.serving.static import CudaGraphs
 from attnloom.serving.text import TextStream, Tokenizer
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -39,33 +29,6 @@ class _Served:
     sequence: Sequence
     stream: TextStream
     arrived: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step that the device computes; counts: rows drawn of each chunk."""
-
-    chunks: list[Chunk]
-    counts: tuple[int, ...]
-    drawn: Drawn | None
-
-    @property
-    def alive(self) -> bool:
-        """Whether anybody waits for it: sequences may have ended since it was started."""
-        return any(chunk.sequence.finish is None for chunk in self.chunks)
-
-    def tokens(self) -> list[list[int]]:
-        """Those of each chunk, once they are there."""
-        return self._by_chunk(self.drawn.read() if self.drawn else ())
-
-    def logprobs(self) -> Iterable[list[Logprob | None] | None]:
-        """The same, for each row; None where no row of the step is to have any."""
-        found = self.drawn.read_logprobs() if self.drawn else None
-        return itertools.repeat(None) if found is None else self._by_chunk(found)
-
-    def _by_chunk(self, rows: Iterable[T]) -> list[list[T]]:
-        left = iter(rows)
-        return [list(itertools.islice(left, count)) for count in self.counts]
 
 
 class Engine:
@@ -139,7 +102,7 @@ class Engine:
         if run_ahead is None:
             run_ahead = model.device.type == "cuda"
         self._runs_ahead = run_ahead and drafter is None  # drafts follow from tokens
-        self._launched: _Launched | None = None
+        self._launched: Launched | None = None
 
     @property
     def busy(self) -> bool:
@@ -222,21 +185,20 @@ class Engine:
         if step is None:
             return []
         following = self._follow(step)
-        tokens = step.tokens()
+        drawn = zip(step.chunks, step.rows(), strict=True)
         self._launched = following
-        drawn = zip(step.chunks, tokens, step.logprobs(), strict=False)
         live = [each for each in drawn if each[0].sequence.finish is None]
-        kept = self._advance([(chunk, new) for chunk, new, _ in live])
+        kept = self._advance([(chunk, rows.tokens) for chunk, rows in live])
         outputs = [
-            self._take(chunk, [new[row] for row in rows], found and [found[row] for row in rows])
-            for (chunk, new, found), rows in zip(live, kept, strict=True)
-            if rows
+            self._take(chunk, rows.at(held)) if all(rows.at(held).sound) else self._give_up(chunk)
+            for (chunk, rows), held in zip(live, kept, strict=True)
+            if held
         ]
         self.metrics.steps += 1
         self.metrics.computed_tokens += sum(chunk.num_tokens for chunk in step.chunks)
         return outputs
 
-    def _launch(self, chunks: list[Chunk], after: _Launched | None = None) -> _Launched | None:
+    def _launch(self, chunks: list[Chunk], after: Launched | None = None) -> Launched | None:
         """Start a step; after: one that it takes its tokens from."""
         if not chunks:
             return None
@@ -244,11 +206,9 @@ class Engine:
             ahead, logits = 0, self._runner.run(chunks)
         else:
             ahead, logits = 1, self._runner.follow(chunks, after.drawn.tokens)
-        draws = [draw for chunk in chunks if chunk.ends for draw in _draws(chunk, ahead)]
-        drawn = sample(logits.rows, draws) if draws else None
-        return _Launched(chunks, logits.counts, drawn)
+        return Launched.of(chunks, logits, ahead)
 
-    def _follow(self, step: _Launched) -> _Launched | None:
+    def _follow(self, step: Launched) -> Launched | None:
         """Start the step after one that is under way, if its tokens decide nothing."""
         if not self._runs_ahead:
             return None
@@ -262,9 +222,10 @@ class Engine:
         behind requests that wait already; those go on meanwhile, and their outputs are lost.
 
         Raises:
-            RequestError: a prompt can never be served; none was begun. Whatever else ends this call
-                early, a step's error or an interrupt, cancels those of its requests that run or
-                wait.
+            RequestError: a prompt can never be served; none was begun.
+            NotFiniteError: the model's logits of one are NaN or infinite. Whatever else ends this
+                call early, a step's error or an interrupt, cancels those of its requests that run
+                or wait, as this does.
         """
         params = params or SamplingParams()
         requests = [Request(tuple(prompt), params) for prompt in prompts]
@@ -278,6 +239,8 @@ class Engine:
                     self.add(coming.popleft())
                 for output in self.step():
                     if output.name in found:
+                        if output.error is not None:
+                            raise output.error
                         found[output.name] += output.tokens
         finally:
             for name in found:
@@ -295,7 +258,7 @@ class Engine:
         """What a drafter says; None, with a warning, if it is of no use."""
         vocab_size = self._runner.model.config.vocab_size
         try:
-            draft = drafter.propose(sequence.tokens)
+            draft = drafter.propose(tuple(sequence.tokens))  # which nobody can change
             if draft is None:
                 return None
             if not isinstance(draft, DraftTree):
@@ -309,11 +272,11 @@ class Engine:
         warnings.warn(f"a draft of {type(drafter).__name__} is dropped: {problem}", stacklevel=4)
         return None
 
-    def _advance(self, drawn: list[tuple[Chunk, list[int]]]) -> list[Iterable[int]]:
+    def _advance(self, drawn: list[tuple[Chunk, list[int]]]) -> list[Items[int]]:
         """Note what the cache holds now; which of the tokens drawn each chunk gives to its
         sequence."""
         paths: list[tuple[Chunk, list[int]]] = []
-        kept: list[Iterable[int]] = []
+        kept: list[Items[int]] = []
         for chunk, tokens in drawn:
             sequence = chunk.sequence
             if chunk.draft is None:
@@ -329,14 +292,32 @@ class Engine:
         self._runner.accept(paths)
         return kept
 
-    def _take(self, chunk: Chunk, new: list[int], logprobs: list[Logprob | None] | None) -> Output:
+    def _give_up(self, chunk: Chunk) -> Output:
+        """End a request whose logits say nothing; nobody is to find what the cache holds of it."""
+        sequence = chunk.sequence
+        served, num_output = self._served[sequence.request.name], sequence.num_output
+        sequence.finish = Finish.ERROR
+        error = NotFiniteError(
+            f"the model's logits after {counted(len(sequence.tokens), 'token')} (prompt and "
+            f"output) of {sequence.request.name!r} are NaN or infinite, so that no token can be "
+            "drawn from them. Look for such weights, or for a dtype too narrow for the model."
+        )
+        text = served.stream.close()
+        self._end(served)
+        num_prompt, shared = len(sequence.request.prompt), sequence.num_shared
+        return Output(
+            sequence.request.name, (), text, Finish.ERROR, num_prompt, num_output, shared,
+            error=error,
+        )  # fmt: skip
+
+    def _take(self, chunk: Chunk, rows: Rows) -> Output:
         sequence, request = chunk.sequence, chunk.sequence.request
         served, params = self._served[request.name], request.params
         tokens, num_prompt = sequence.tokens, len(request.prompt)
         start, text = len(tokens), ""
         if start == num_prompt:
             self.metrics.first_token_seconds.observe(time.monotonic() - served.arrived)
-        for token in new:
+        for token in rows.tokens:
             tokens.append(token)
             if token in self._eos and not params.ignore_eos:
                 sequence.finish = Finish.STOP
@@ -358,29 +339,21 @@ class Engine:
         if finish is not None:
             self._end(served)
         found = None
-        if params.logprobs is not None and logprobs is not None:
-            found = tuple(one for one in logprobs[: len(taken)] if one is not None)
+        if params.logprobs is not None and rows.logprobs is not None:
+            found = tuple(one for one in rows.logprobs[: len(taken)] if one is not None)
         return Output(
             request.name, taken, text, finish, num_prompt, num_output, sequence.num_shared, found
         )
 
     def _end(self, served: _Served) -> None:
         sequence = served.sequence
-        self.scheduler.remove(sequence)
+        self.scheduler.remove(sequence, keep=sequence.finish is not Finish.ERROR)
         del self._served[sequence.request.name]
         assert sequence.finish is not None
         self.metrics.finished[sequence.finish.value] += 1
         self.metrics.request_seconds.observe(time.monotonic() - served.arrived)
         self.metrics.shared_tokens += sequence.num_shared
         self.metrics.prompt_tokens += len(sequence.request.prompt)
-
-
-def _draws(chunk: Chunk, ahead: int) -> list[Draw]:
-    """How to draw after the last token of a chunk and after each of its drafts; ahead: tokens that
-    the sequence has but does not know yet."""
-    sequence, depths = chunk.sequence, chunk.draft.depths() if chunk.draft else []
-    params, place = sequence.request.params, sequence.num_output + ahead
-    return [Draw(params, sequence.seed, place + depth) for depth in (0, *depths)]
 
 
 def _name(sequence: Sequence) -> int:

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass, field
 from enum import Enum
 
-from attnloom.errors import RequestError
+from attnloom.errors import NotFiniteError, RequestError
 from attnloom.serving.drafts import DraftTree
 
 MAX_LOGPROBS = 20
@@ -16,11 +16,12 @@ _names = itertools.count()
 
 
 class Finish(str, Enum):
-    """Why a sequence ended, in the words of OpenAI's API."""
+    """Why a sequence ended, in the words of OpenAI's API where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ class Output:
         logprobs: of each of the tokens, where SamplingParams.logprobs asks for them.
         text: complete characters; what may be the start of a stop text is held back.
         finish: None while more is to come.
+        error: why, where finish is Finish.ERROR.
     """
 
     name: str
@@ -161,3 +163,4 @@ class Output:
     num_output: int
     num_shared: int
     logprobs: tuple[Logprob, ...] | None = None
+    error: NotFiniteError | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from torch import Tensor
 from attnloom.serving.request import Logprob, SamplingParams
 
 FEW = 1024  # likeliest tokens that are looked for without sorting all
+# Temperatures below it draw the likeliest token as it does: divided by it, no two float32 numbers
+# are near enough for another, and none overflows float64.
+_COLDEST = 1e-200
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,13 @@ class Drawn:
 
     __slots__ = ("_event", "_host", "_scored", "tokens")
 
-    def __init__(self, tokens: Tensor, scored: _Scored | None = None) -> None:
+    def __init__(self, tokens: Tensor, greatest: Tensor, scored: _Scored | None = None) -> None:
+        """Args:
+        greatest: [R] of each row of logits.
+        """
         self.tokens, self._scored = tokens, scored
         self._event: torch.cuda.Event | None = None
-        self._host = (tokens, *(() if scored is None else scored.tensors))
+        self._host = (tokens, greatest, *(() if scored is None else scored.tensors))
         if tokens.is_cuda:
             made = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in self._host]
             for host, there in zip(made, self._host, strict=True):
@@ -62,13 +69,20 @@ class Drawn:
             self._event.synchronize()
         return self._host[0].tolist()
 
+    def read_sound(self) -> list[bool]:
+        """Of each row whether its token means something: NaN is the greatest of all it is among,
+        and of rows of minus infinity nothing is the likeliest. Waits, as `read` does."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [math.isfinite(greatest) for greatest in self._host[1].tolist()]
+
     def read_logprobs(self) -> list[Logprob | None] | None:
         """Of each row that asks for it; None if none does. Waits, as `read` does."""
         if self._scored is None:
             return None
         tokens = self.read()
         found: list[Logprob | None] = [None] * len(tokens)
-        chosen, values, others = (t.tolist() for t in self._host[1:])
+        chosen, values, others = (t.tolist() for t in self._host[2:])
         for i, (row, count) in enumerate(self._scored.wanted):
             top = tuple(zip(others[i][:count], values[i][:count], strict=True))
             found[row] = Logprob(tokens[row], chosen[i], top)
@@ -88,12 +102,14 @@ class _Scored:
 
 
 def sample(logits: Tensor, draws: Rows[Draw]) -> Drawn:
-    """One token a row, without waiting for the device.
+    """One token a row, without waiting for the device: one of the V in any case, also where logits
+    are not finite.
 
     Args:
         logits: [R, V] float32; may be written over once this returns.
     """
     tokens = logits.argmax(-1)
+    greatest = logits.gather(-1, tokens[:, None])[:, 0]
     wishes = [draw.params for draw in draws]
     # A row of a kind is drawn alike whatever other rows there are, so that its text stays its own.
     kinds: dict[Callable[[Tensor, Rows[Draw]], Tensor], list[int]] = {}
@@ -106,7 +122,7 @@ def sample(logits: Tensor, draws: Rows[Draw]) -> Drawn:
         else:
             index = torch.tensor(rows, device=logits.device)
             tokens[index] = draw(logits[index], [draws[i] for i in rows])
-    return Drawn(tokens, _score(logits, tokens, wishes))
+    return Drawn(tokens, greatest, _score(logits, tokens, wishes))
 
 
 def _score(logits: Tensor, tokens: Tensor, wishes: Rows[SamplingParams]) -> _Scored | None:
@@ -135,7 +151,7 @@ def _columns(draws: Rows[Draw], logits: Tensor) -> _Columns:
     size = logits.size(-1)
     wishes = [d.params for d in draws]
     rows = (
-        [w.temperature for w in wishes],
+        [max(w.temperature, _COLDEST) for w in wishes],
         [w.top_k or size for w in wishes],
         [w.top_p for w in wishes],
         [d.uniform() for d in draws],
@@ -192,4 +208,5 @@ def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     wanted = uniform * total
     # rounding may reach the end of the sums, which nothing passes
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, wanted, right=True)[:, 0]
+    # NaN, which nothing passes either, would lead behind the last column
+    return torch.searchsorted(sums, wanted, right=True)[:, 0].clamp(max=sums.size(-1) - 1)

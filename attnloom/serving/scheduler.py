@@ -83,14 +83,18 @@ class Scheduler:
             )
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that ended or was cancelled; its whole pages stay to be shared."""
+    def remove(self, sequence: Sequence, keep: bool = True) -> None:
+        """Take out a sequence that ended or was cancelled; its whole pages stay to be shared.
+
+        Args:
+            keep: or do not stay.
+        """
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
         if sequence.cached is not None:
-            self.prefixes.end(sequence.cached)
+            (self.prefixes.end if keep else self.prefixes.forget)(sequence.cached)
             sequence.cached = None
 
     def preempt_all(self) -> None:

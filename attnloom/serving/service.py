@@ -20,7 +20,8 @@ _log = logging.getLogger("attnloom.serving")
 
 
 class StepFailedError(AttnloomError, RuntimeError):
-    """A step of the model raised an error; the requests that took part in it are lost."""
+    """A step of the model raised an error, and the requests in the engine are lost; or it gave a
+    request nothing to draw from, and that one is."""
 
 
 class StoppedError(StepFailedError):
@@ -203,14 +204,29 @@ class Service:
                 self._fail_all(StepFailedError(f"the model failed: {type(error).__name__}."))
                 continue
             for output in outputs:
-                caller = self._callers.get(output.name)
-                if caller is not None:
-                    caller.send(output)
-                if output.finish is not None:
-                    self._callers.pop(output.name, None)
+                self._hand_out(output)
         self._fail_all(StoppedError())
         while self._arrivals:
             self._arrivals.popleft()[1].send(StoppedError())
+
+    def _hand_out(self, output: Output) -> None:
+        caller = self._callers.get(output.name)
+        if caller is None:
+            return
+        if output.error is not None:
+            _log.error("a request is given up: %s", output.error)
+            # whoever asked for several texts at once gets one answer, which is an error now
+            self._fail(caller, StepFailedError(str(output.error)))
+            return
+        caller.send(output)
+        if output.finish is not None:
+            del self._callers[output.name]
+
+    def _fail(self, caller: _Caller, error: Exception) -> None:
+        """Give up what a caller has in the engine."""
+        for name in [name for name, held in self._callers.items() if held is caller]:
+            self._depart(name)
+        caller.send(error)
 
     def _read_notes(self) -> None:
         # Arrivals first: a request may leave before it was ever read.
@@ -243,6 +259,5 @@ class Service:
         self.engine.cancel(name)
 
     def _fail_all(self, error: Exception) -> None:
-        for name, caller in list(self._callers.items()):
-            self._depart(name)
-            caller.send(error)
+        for caller in {*self._callers.values()}:
+            self._fail(caller, error)

@@ -25,6 +25,11 @@ def attend(made: DecodeMask, keys: int = 32) -> torch.Tensor:
     return flex_attention(key[:, :, :1], key, key, block_mask=made)
 
 
+def attend_with_two_rows(made: DecodeMask) -> torch.Tensor:
+    key = torch.zeros(made.lengths.numel(), 1, 32, 8)
+    return flex_attention(key[:, :, :2], key, key, block_mask=made)
+
+
 def advanced_past_the_end() -> torch.Tensor:
     made = decode(5, 32)
     made.advance()
@@ -121,6 +126,12 @@ ERRORS: dict[str, Pinned] = {
         lambda: decode(5).update(torch.tensor([(1 << 32) + 6])),
         ShapeError,
         f"lengths[0] is 4294967302{BEYOND} lengths are those of one sequence each.",
+    ),
+    "fewer tokens than queries": (
+        lambda: attend_with_two_rows(decode(5, 1)),
+        ShapeError,
+        "lengths[1] is 1, but without counts all 2 rows of query are the newest of its tokens. "
+        "Give counts, which say how many there are of each sequence; further rows are padding.",
     ),
     "one update for all": (
         lambda: decode(5, 6).update(torch.tensor([7])),

@@ -281,6 +281,19 @@ ERRORS: dict[str, Pinned] = {
         OptionError,
         "layer is '0'; this cache has layers 0 to 0.",
     ),
+    "fewer tokens than queries": (
+        lambda: flex_attention(
+            torch.zeros(1, H, 3, D),
+            PagedKV(
+                zeros(3, H, 16, D),
+                zeros(3, H, 16, D),
+                PageTable(int32(2), None, int32(0)[None], 16, 5),
+            ),
+        ),
+        ShapeError,
+        "lengths[0] is 2, but without counts all 3 rows of query are the newest of its tokens. "
+        "Give counts, which say how many there are of each sequence; further rows are padding.",
+    ),
     "a part of a mask": (
         lambda: flex_attention(
             torch.zeros(1, H, 1, D),

@@ -10,6 +10,7 @@ import torch
 from attnloom import PagedKV, PagedKVCache, PageTable, create_block_mask, flex_attention
 from attnloom.backends.reference import paged_reference
 from attnloom.errors import UnsupportedError
+from tests.paged.before import SOME, Rows, check_rows
 from tests.paged.draw import MASKS, SCORES, Problem, causal, check
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +54,11 @@ def test_small_pages(page_size: int, D: int, Dv: int, counts: tuple) -> None:
     problem = Problem(dtype=BF16, D=D, Dv=Dv, page_size=page_size, counts=counts, mask="causal")
     for lengths in ((90, 3, 150), (128, 64, 2000)):
         check(replace(problem, lengths=lengths), "triton", "cuda")
+
+
+@pytest.mark.parametrize("problem", SOME, ids=str)
+def test_rows_before_the_sequence_are_empty(problem: Rows) -> None:
+    check_rows(replace(problem, dtype=BF16, D=64), "triton", "cuda")
 
 
 def test_untrusted_head_dims_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,3 +179,33 @@ def test_a_wrong_drafter_left_the_engine_busy_forever(name: str) -> None:
     with pytest.warns(UserWarning, match="a draft of Wrong is dropped"):
         assert engine.generate([given], params) == want
     assert not engine.busy
+
+
+def appending(tokens: Any) -> None:
+    tokens.append(5)
+
+
+def turning(tokens: Any) -> None:
+    tokens[-1] = 7
+
+
+def growing(tokens: Any) -> None:
+    tokens.extend([999] * 300)
+
+
+@pytest.mark.parametrize("change", [appending, turning, growing])
+def test_a_drafter_was_handed_the_tokens_of_the_engine(change: Callable[[Any], None]) -> None:
+    """What it did to them became the text."""
+
+    class Changing:
+        def propose(self, tokens: Sequence[int]) -> DraftTree:
+            with contextlib.suppress(AttributeError, TypeError):
+                change(tokens)
+            return DraftTree((tokens[-1],), (-1,))
+
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    plain, drafted = (
+        Engine(tiny(LLAMA), None, LIMITS, num_pages=16, page_size=16, drafter=drafter)
+        for drafter in (None, Changing())
+    )
+    assert drafted.generate([[1, 2, 3]], params) == plain.generate([[1, 2, 3]], params)

@@ -18,6 +18,7 @@ from attnloom.serving import (
     ModelConfig,
     ModelError,
     NgramDrafter,
+    NotFiniteError,
     OverloadedError,
     Request,
     RequestError,
@@ -49,6 +50,17 @@ def twice(name: str) -> None:
     served = engine()
     for _ in range(2):
         served.add(Request((1,), ONE, name))
+
+
+def nan_logits() -> None:
+    model = tiny(LLAMA)
+    with torch.no_grad():
+        model.embed_tokens.weight[1] = torch.nan
+    served = Engine(model, limits=LIMITS, page_size=16)
+    served.add(Request((1,), ONE, "mine"))
+    (output,) = served.step()
+    assert output.error is not None
+    raise output.error
 
 
 def overload() -> None:
@@ -228,6 +240,13 @@ ERRORS: dict[str, Pinned] = {
         lambda: SamplingParams(stop=("",)),
         RequestError,
         "stop holds an empty text or more than 16; give 1 to 16 texts.",
+    ),
+    "logits that are not finite": (
+        nan_logits,
+        NotFiniteError,
+        "the model's logits after 1 token (prompt and output) of 'mine' are NaN or infinite, so "
+        "that no token can be drawn from them. Look for such weights, or for a dtype too narrow "
+        "for the model.",
     ),
     "queue": (
         overload,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,18 @@ def test_the_largest_random_number_drew_what_cannot_be(
         monkeypatch.setattr(Draw, "uniform", lambda draw, number=number: number)
         (token,) = sample(logits, [Draw(params, 0, 0)]).read()
         assert token == 0 if number == 0 else 690 < token < 700
+
+
+@pytest.mark.parametrize("wish", [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 2000}], ids=str)
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-309, 3e-308, 1e-300, 1e-200, 1e-60])
+def test_a_temperature_of_almost_0_drew_a_token_beyond_the_last(
+    temperature: float, wish: dict[str, Any]
+) -> None:
+    """Logits that are divided by it leave float64."""
+    for scale in (1.0, 1e38, 1e-38):
+        logits = torch.tensor([[0.1, -3.0, 3.0, 2.9999998], [-1.0, -2.0, -torch.inf, -1.0000001]])
+        params = SamplingParams(temperature=temperature, **wish)
+        assert sample(logits * scale, [Draw(params, 1, 0)] * 2).read() == [2, 0]
 
 
 def test_rows_follow_their_own_wishes() -> None:

@@ -59,11 +59,12 @@ def paged_reference(
     for b, (length, count) in enumerate(zip(*table.on_host(q_len), strict=True)):
         if not length or not count:
             continue
-        rows = query[b : b + 1, :, :count].to(dtype)
+        before = max(0, count - length)  # rows that stand before the sequence
+        rows = query[b : b + 1, :, before:count].to(dtype)
         k, v = (gather_rows(t, table, b, length).to(dtype) for t in (key, value))
         found = _one_sequence(rows, k, v, b, score_mod, mask, blocks, factor)
         for whole, part in zip((out, lse, top), found, strict=True):
-            whole[b, :, :count] = part[0]
+            whole[b, :, before:count] = part[0]
     return ReferenceOutput(out, lse, top)
 
 

@@ -41,11 +41,12 @@ class TiledBackend:
         lse = query.new_full(shape, -math.inf, dtype=real)
         max_scores = torch.full_like(lse, -math.inf)
         results = (out, lse, max_scores)
-        for one, at, offsets in [(call, 0, (0, 0))] if call.table is None else sequences(call):
+        all_of_it = (call, (0, 0), (0, 0))
+        for one, at, offsets in [all_of_it] if call.table is None else sequences(call):
             for part in parts(one):
                 part = replace(part, b_at=offsets[0], q_at=offsets[1])
                 for tile_rows in rows(one, part):
-                    _forward_rows(one, part, tile_rows, [t[at:] for t in results])
+                    _forward_rows(one, part, tile_rows, [t[at[0] :, :, at[1] :] for t in results])
         return ForwardResult(out, lse, max_scores if want_max_scores else None)
 
     def forward_again(self, call: AttentionCall, want_max_scores: bool) -> None:

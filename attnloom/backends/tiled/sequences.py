@@ -12,24 +12,28 @@ from attnloom.block_mask import BlockLists
 from attnloom.paged.table import PageTable
 
 
-def sequences(call: AttentionCall) -> Iterator[tuple[AttentionCall, int, tuple[int, int]]]:
-    """(call of one sequence, its batch entry b, (what b is counted from, position of its first
-    query)); sequences without tokens or queries are left out."""
+def sequences(
+    call: AttentionCall,
+) -> Iterator[tuple[AttentionCall, tuple[int, int], tuple[int, int]]]:
+    """(call of one sequence, where its rows are: (batch entry b, row of its first query), (what b
+    is counted from, position of that query)); rows that stand before their sequence are left out,
+    and sequences without tokens or queries."""
     table, limit = call.table, call.kv_len
     assert table is not None
     for b, (length, count) in enumerate(zip(*table.on_host(call.query.size(2)), strict=True)):
         length = min(length, limit)
         if length <= 0 or count <= 0:
             continue
+        before = max(0, count - length)
         one = replace(
             call,
-            query=call.query[b : b + 1, :, :count],
+            query=call.query[b : b + 1, :, before:count],
             key=_gather(call.key, table, b, length),
             value=_gather(call.value, table, b, length),
             blocks=None if call.blocks is None else _of_batch(call.blocks, b),
             table=None,
         )
-        yield one, b, (b, length - count)
+        yield one, (b, before), (b, length - count + before)
 
 
 def _gather(storage: torch.Tensor, table: PageTable, b: int, length: int) -> torch.Tensor:

@@ -282,22 +282,22 @@ def paged_kernel(
     count = q_len
     if cfg.HAS_COUNTS:
         count = tl.minimum(tl.load(table[1] + b), q_len)
-    start = tl.maximum(length - count, 0)
+    start = length - count  # below 0 where the first rows stand before the sequence, and are empty
     first_query = tile * cfg.QUERIES
     if cfg.HAS_LISTS:
-        first_query -= start % cfg.QUERIES
+        first_query -= start & (cfg.QUERIES - 1)  # a power of two
     rows = tl.arange(0, cfg.TILE_M)
     head = chunk * cfg.HEADS + rows // cfg.QUERIES
     query = first_query + rows % cfg.QUERIES
     written = (head < group) & (query >= 0) & (query < q_len)
-    exists = written & (query < count)
+    exists = written & (query < count) & (start + query >= 0)
     head = tl.minimum(head, group - 1)
     query = tl.minimum(tl.maximum(query, 0), q_len - 1)
     h = h_kv * group + head
     offsets = row_offsets(b, h, query, strides, 0)[:, None]
     q_tile = _load_queries(q, offsets, exists[:, None], cfg)
     factor = real(scale, 0, cfg.ACC)
-    pos = (b, h[:, None], (start + query)[:, None], 0, 0)
+    pos = (b, h[:, None], tl.maximum(start + query, 0)[:, None], 0, 0)
     score_ctx = score_context(score_args, b, pos[1], pos[2], cfg)
     mask_ctx = mask_context(mask_args, b, pos[1], pos[2], cfg)
 
@@ -305,7 +305,7 @@ def paged_kernel(
     v_at = (h_kv, whole(strides, 18), whole(strides, 21), whole(strides, 24), in_page)
 
     if cfg.HAS_LISTS:
-        block = (start + tl.maximum(first_query, 0)) // whole32(shape, 30)
+        block = tl.maximum(start + tl.maximum(first_query, 0), 0) // whole32(shape, 30)
         block = tl.minimum(block, whole32(shape, 27) - 1)
         lists_unit = b * whole32(lists, 2) + h_kv * whole32(lists, 5)
         entries, full, tail, first_entry = _listed(
@@ -316,7 +316,7 @@ def paged_kernel(
         full = length // cfg.TILE_N
         tail = (length % cfg.TILE_N != 0).to(tl.int32)
     total = full + tail
-    if (first_query >= count) | (first_query + cfg.QUERIES <= 0):
+    if (first_query >= count) | (first_query + cfg.QUERIES <= tl.maximum(-start, 0)):
         total = 0
     begin = total * 0
     end = total

@@ -9,7 +9,10 @@ import torch
 
 from attnloom import PagedKV, PageTable, create_block_mask, flex_attention
 from attnloom.backends.triton import configs, launch_paged
+from tests.paged.before import SOME, Rows, check_rows, unread
 from tests.paged.draw import Problem, check, window
+
+__all__ = ["unread"]
 
 SMALL = Problem(lengths=(40, 3, 70), D=16, Dv=16, block=32)
 
@@ -77,3 +80,10 @@ def test_tiles_of_several_pages(tile_n: int, far: bool, monkeypatch: pytest.Monk
     assert not outs[0].isnan().any()
     for i, out in enumerate(outs):
         assert torch.equal(out, outs[i % 2])
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("problem", SOME, ids=str)
+def test_rows_before_the_sequence_are_empty(problem: Rows) -> None:
+    """Where nobody reads lengths, fewer tokens than queries: row i is at lengths - counts + i."""
+    check_rows(problem, "triton")
