@@ -48,37 +48,6 @@ def _pages_of(table, base, kv, length, cfg: tl.constexpr):
 
 
 @triton.jit
-def _pages_at_zero(table, base, columns, cfg: tl.constexpr):
-    """Pages of the first tile of a sequence, before its length is known: nothing, but for those
-    that `_first_pages` takes."""
-    pages = (tl.load(table[2] + base, mask=columns > 0, other=0),)
-    if cfg.GATHER:
-        for i in tl.static_range(1, cfg.TILE_N // cfg.PAGE):
-            page = tl.load(table[2] + base + i, mask=columns > i, other=0)
-            pages = pages + (page,)  # noqa: RUF005
-    return pages
-
-
-@triton.jit
-def _first_pages(at_zero, table, base, kv, length, cfg: tl.constexpr):
-    """Those of the tile at key kv, which nearly always is the first of the sequence: then they are
-    there, and one load less stands in a row before the first copy."""
-    is_zero = kv == 0
-    entries = table[2] + base + kv // cfg.PAGE
-    page = tl.load(entries, mask=(kv < length) & (kv > 0), other=0)
-    page = tl.where(is_zero & (length > 0), at_zero[0], page)
-    if cfg.GATHER:
-        pages = (page,)
-        for i in tl.static_range(1, cfg.TILE_N // cfg.PAGE):
-            inside = kv + i * cfg.PAGE < length
-            page = tl.load(entries + i, mask=inside & (kv > 0), other=0)
-            pages = pages + (tl.where(is_zero & inside, at_zero[i], page),)  # noqa: RUF005
-        return pages
-    else:
-        return page
-
-
-@triton.jit
 def _gathered_rows(pages, stride_p, stride_l, cfg: tl.constexpr):
     """[TILE_N] offsets of the rows of a tile that spans several pages, within a head.
 
@@ -271,13 +240,6 @@ def paged_kernel(
     b = unit // kv_heads
     h_kv = unit - b * kv_heads
 
-    base = b * whole32(shape, 21)
-    in_page = whole32(shape, 15)
-    at_zero = (0,)
-    if cfg.PAGE > 0:
-        base = b * whole32(shape, 24)
-        in_page = cfg.PAGE
-        at_zero = _pages_at_zero(table, base, whole32(shape, 24), cfg)
     length = tl.minimum(tl.load(table[0] + b), whole32(shape, 15))
     count = q_len
     if cfg.HAS_COUNTS:
@@ -301,6 +263,11 @@ def paged_kernel(
     score_ctx = score_context(score_args, b, pos[1], pos[2], cfg)
     mask_ctx = mask_context(mask_args, b, pos[1], pos[2], cfg)
 
+    base = b * whole32(shape, 21)
+    in_page = whole32(shape, 15)
+    if cfg.PAGE > 0:
+        base = b * whole32(shape, 24)
+        in_page = cfg.PAGE
     k_at = (h_kv, whole(strides, 9), whole(strides, 12), whole(strides, 15), in_page)
     v_at = (h_kv, whole(strides, 18), whole(strides, 21), whole(strides, 24), in_page)
 
@@ -337,8 +304,10 @@ def paged_kernel(
             entry = tl.load(entries + begin // cfg.SUB, mask=begin < end, other=0)
         kv = ((entry >> 1) * cfg.SUB + begin % cfg.SUB) * cfg.TILE_N
     page = base
-    if cfg.PAGE > 0:
-        page = _first_pages(at_zero, table, base, kv, length, cfg)
+    if cfg.GATHER:
+        page = _pages_of(table, base, kv, length, cfg)
+    elif cfg.PAGE > 0:
+        page = tl.load(table[2] + base + kv // cfg.PAGE, mask=kv < length, other=0)
     for t in tl.range(begin, full):
         # What the next step needs to know of its keys is loaded now: the copy that waits for an
         # address stalls every warp, and a copy whose address is loaded in the same step is issued
