@@ -61,6 +61,10 @@ class NotFiniteError(AttnloomError, ArithmeticError):
     """A model's logits are NaN or infinite, which ends the request that they belong to."""
 
 
+class CopyError(AttnloomError, TypeError):
+    """Something was to be copied or pickled that there can be one of alone."""
+
+
 class OverloadedError(AttnloomError, RuntimeError):
     """More requests are waiting than may; nothing was queued."""
 

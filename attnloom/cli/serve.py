@@ -81,10 +81,11 @@ def _memory(text: str) -> float:
 
 
 def _waiting(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is no time to wait; it must be 0 or more")
-    return value
+    if not text.isdecimal() or not text.isascii() or len(text) > 9:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no time to wait; it must be a whole number of seconds, 0 or more"
+        )
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

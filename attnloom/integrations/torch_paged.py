@@ -7,6 +7,7 @@ there.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -80,8 +81,11 @@ class PagedAttention:
 
         Raises:
             OutOfPagesError: there are not enough pages; nothing was changed.
+            ShapeError, OptionError: there is no such row, or seq_len is no number of tokens.
         """
-        row, wanted = self._row(batch_idx), int(seq_len)
+        row, wanted = self._row(batch_idx), _one("seq_len", seq_len)
+        if wanted < 0:
+            raise ShapeError(f"seq_len is {wanted}; a row has 0 tokens or more.")
         held = int(self.capacity[row]) // self.page_size
         more = -(-wanted // self.page_size) - held
         if more <= 0:
@@ -335,12 +339,29 @@ class PagedAttention:
         return given
 
     def _row(self, batch_idx: torch.Tensor) -> int:
-        row = int(batch_idx)
+        row = _one("batch_idx", batch_idx)
         if not 0 <= row < self.page_table.size(0):
             raise ShapeError(
                 f"batch_idx is {row}; the table has rows 0 to {self.page_table.size(0) - 1}."
             )
         return row
+
+
+def _one(name: str, given: Any) -> int:
+    """The whole number that something holds.
+
+    Raises:
+        OptionError: it holds none, or several.
+    """
+    is_bool = isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool
+    try:
+        if is_bool:
+            raise TypeError
+        return operator.index(given)
+    except TypeError:
+        raise OptionError(
+            f"{name} is {given!r}; it must be a whole number, in a tensor of one element."
+        ) from None
 
 
 __all__ = ["OutOfPagesError", "PagedAttention"]

@@ -7,6 +7,8 @@ from typing import Any
 
 from attnloom.errors import OptionError, OutOfPagesError, counted
 
+MOST = (1 << 31) - 3  # pages beside two of a cache's own, in the 32 bits of a table
+
 
 class PageAllocator:
     """Counts the owners of num_pages pages and hands out those without any.
@@ -18,6 +20,8 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         if num_pages < 0:
             raise OptionError(f"num_pages is {num_pages}; it must be 0 or more.")
+        if num_pages > MOST:
+            raise OptionError(f"num_pages is {num_pages}; a table names up to {MOST}.")
         self.num_pages = num_pages
         self._owners = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))

@@ -26,26 +26,38 @@ class _Hold:
         self._sequences: tuple[int, ...] = ()
         self._marks: list[Mark] = []
         self._losses = cache.book.losses  # when the marks were last known to be true
+        self._lost: int | None = None
 
     def take(self, sequences: tuple[int, ...]) -> None:
         """From now on these, as they are."""
-        self._book = self._cache.book
+        self._book, self._lost = self._cache.book, None
         self._sequences, self._marks = sequences, self._book.marks(sequences)
         self._losses = self._book.losses
 
+    def expire(self, sequences: tuple[int, ...], lost: int) -> None:
+        """These, of which the one at a place has lost a page."""
+        self._sequences, self._marks, self._lost = sequences, [], lost
+
+    def lost(self) -> int | None:
+        """The place of a sequence that lost a page, if one did: until others are taken."""
+        book = self._cache.book
+        if self._lost is not None or (book is self._book and book.losses == self._losses):
+            return self._lost
+        if self._marks:
+            self._lost = 0 if book is not self._book else book.lost(self._marks)
+        if self._lost is None:
+            self._book, self._losses = book, book.losses
+        return self._lost
+
     def check(self) -> None:
         """Raise OptionError if one of the sequences lost a page."""
-        book = self._cache.book
-        if book is self._book and book.losses == self._losses:
-            return
-        lost = 0 if book is not self._book else book.lost(self._marks)
-        if lost is not None and self._marks:
+        lost = self.lost()
+        if lost is not None:
             raise OptionError(
                 f"this batch still has the old pages of sequence {self._sequences[lost]}, which "
                 "was freed, cut, moved, or given copies of shared pages since; they may be "
                 "another's now. Make a new batch, or `update` this one."
             )
-        self._book, self._losses = book, book.losses
 
 
 class PagedBatch:
@@ -100,9 +112,9 @@ class PagedBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle and copies, which would tear apart tensors that share memory."""
-        self._hold.check()  # a copy could not know
         shape = (self.size, self.q_len, self._width, self.table.max_length)
-        return _copied, (self.cache, shape, self.sequences, self._staged.memory)
+        lost = self._hold.lost()  # which a copy could not know
+        return _copied, (self.cache, shape, self.sequences, self._staged.memory, lost)
 
     def __repr__(self) -> str:
         return (
@@ -137,12 +149,14 @@ class PagedBatch:
             )
         lengths = [self.cache.length(sequence) for sequence in sequences]
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
+            if count < 0:
+                raise ShapeError(f"sequence {sequence} is given {count} queries; 0 or more.")
             if count > length:
                 raise ShapeError(
                     f"sequence {sequence} has {counted(length, 'token')}, so that its newest "
                     f"{count} cannot be queries. Ask for fewer, or make a batch without it."
                 )
-            if not 0 <= count <= self.q_len or length > self.table.max_length:
+            if count > self.q_len or length > self.table.max_length:
                 raise ShapeError(
                     f"sequence {sequence} has {counted(length, 'token')}, {count} of them queries; "
                     f"this batch takes {counted(self.q_len, 'query')} and "
@@ -228,13 +242,20 @@ class PagedBatch:
 
 
 def _copied(
-    cache: PagedKVCache, shape: tuple[int, int, int, int], names: tuple[int, ...], memory: Any
+    cache: PagedKVCache,
+    shape: tuple[int, int, int, int],
+    names: tuple[int, ...],
+    memory: Any,
+    lost: int | None = None,
 ) -> PagedBatch:
     """A batch as it was when it was reduced to these."""
     made = PagedBatch(cache, *shape)
     made._staged.memory.copy_(memory)
     made.sequences = names
-    made._hold.take(names)
+    if lost is None:
+        made._hold.take(names)
+    else:
+        made._hold.expire(names, lost)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ class PageBook:
             ShapeError: there is no such token, or its page was dropped.
             OptionError: it is to be written, and others share its page.
         """
-        entry = self._entry(sequence)
+        entry, position = self._entry(sequence), whole(position, "position")
         if not 0 <= position < entry.length:
             raise ShapeError(
                 f"sequence {sequence} has {counted(entry.length, 'token')}; {position} is the "
@@ -136,6 +137,25 @@ class PageBook:
                 "shares, which would get it too. Only tokens that came after a fork are moved."
             )
         return page, row
+
+    def moved(self, moves: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
+        """(page, row) to write and (page, row) to read of each (sequence, position to write,
+        position to read); raises as `place`, and where one place is written twice."""
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for move in moves:
+            if not isinstance(move, (tuple, list)) or len(move) != 3:
+                raise OptionError(
+                    f"a move is {move!r}; it must be (sequence, position to write, position to "
+                    "read)."
+                )
+            sequence, to, at = move
+            written = self.place(sequence, to, is_written=True)
+            if written in found:
+                raise OptionError(
+                    f"two moves write token {to} of sequence {sequence}; give one for each place."
+                )
+            found[written] = self.place(sequence, at)
+        return [(*to, *at) for to, at in found.items()]
 
     def has_room(self, sequence: int, count: int) -> bool:
         """Whether `count` more tokens of a sequence go into pages that it has for itself."""
@@ -276,11 +296,13 @@ class PageBook:
     def check(self) -> None:
         """AssertionError unless the owners of every page are the sequences that list it."""
         self.allocator.check()
+        assert self._next > max(self._entries, default=-1), "a name would be given again"
         counted: dict[int, int] = {}
         for entry in self._entries.values():
             held = [p for p in entry.pages if p != DROPPED]
             assert len(set(held)) == len(held), "a sequence lists a page twice"
             assert all(0 <= p < self.allocator.num_pages for p in held), "there is no such page"
+            assert entry.length >= 0, "there are fewer tokens than none"
             assert len(entry.pages) >= self._num_pages(entry.length), "tokens without a page"
             for page in held:
                 counted[page] = counted.get(page, 0) + 1
@@ -311,12 +333,14 @@ class PageBook:
         return made
 
     def _entry(self, sequence: int) -> _Entry:
+        # 0.0 and False are keys as 0 is
+        is_name = isinstance(sequence, numbers.Integral) and not isinstance(sequence, bool)
+        if type(sequence) is not int and not is_name:
+            raise OptionError(
+                f"a sequence is named by an int that `new` or `fork` gave, not by {sequence!r}."
+            )
         found = self._entries.get(sequence)
         if found is None:
-            if not isinstance(sequence, int):
-                raise OptionError(
-                    f"a sequence is named by an int that `new` or `fork` gave, not by {sequence!r}."
-                )
             raise OptionError(
                 f"there is no sequence {sequence}: it was freed, or never made here. Live ones are "
                 f"named by `sequences`; there are {len(self._entries)}."

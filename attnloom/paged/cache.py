@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnloom.errors import DtypeError, OptionError, ShapeError, counted
+from attnloom.paged.allocator import MOST
 from attnloom.paged.batch import PagedBatch, check_mode, check_new
 from attnloom.paged.book import PageBook, check_names, whole, whole_counts
 from attnloom.paged.saved import restored, state_of
@@ -260,7 +261,12 @@ class PagedKVCache:
                     f"{name} is {list(new.shape)}; for {counted(len(sequences), 'sequence')} of "
                     f"this cache it must be {list(want)}."
                 )
-        batch = self.extend(sequences, n if counts is None else counts, n)
+        counts = whole_counts(n if counts is None else counts, sequences)
+        if max(counts, default=0) > n:
+            raise ShapeError(
+                f"counts goes up to {max(counts)}, but key has {counted(n, 'token')} of a sequence."
+            )
+        batch = self.extend(sequences, counts, n)
         batch.write(key, value)
         return batch
 
@@ -302,13 +308,15 @@ class PagedKVCache:
         Args:
             size: sequences at most. max_length: tokens at most in each. q_len: rows of query.
         Raises:
-            ShapeError: one is negative.
+            ShapeError: one is negative, or does not fit 32 bits.
         """
         given = {"size": size, "max_length": max_length, "q_len": q_len}
         sizes = {name: whole(value, name) for name, value in given.items()}
         for name, value in sizes.items():
             if value < 0:
                 raise ShapeError(f"{name} is {value}; a batch has room for 0 or more.")
+            if value > MOST:
+                raise ShapeError(f"{name} is {value}; kernels count to {MOST} in a batch.")
         size, max_length, q_len = sizes.values()
         width = max(1, -(-max_length // self.page_size))
         return PagedBatch(self, size, q_len, width, max_length)
@@ -325,14 +333,11 @@ class PagedKVCache:
                 written.
         Raises:
             ShapeError: a sequence has no such token, or dropped its page.
-            OptionError: a page to write to is shared with a fork.
+            OptionError: a page to write to is shared with a fork, two moves write to one place,
+                or one is no move.
         """
         check_mode(self)
-        find = self.book.place
-        places = [
-            (*find(sequence, to, is_written=True), *find(sequence, at))
-            for sequence, to, at in moves
-        ]
+        places = self.book.moved(moves)
         if places:
             index = torch.tensor(places, dtype=torch.int64).to(self.device)
             page, offset, old_page, old_offset = index.unbind(1)
@@ -354,7 +359,7 @@ class PagedKVCache:
 
     def free(self, sequences: int | Iterable[int]) -> None:
         """Forget sequences and free the pages that no other one shares."""
-        self.book.free([sequences] if isinstance(sequences, int) else sequences)
+        self.book.free(sequences if isinstance(sequences, Iterable) else [sequences])
 
     def defragment(self) -> int:
         """Move pages so that the used ones come first; how many moved. Batches whose pages

@@ -10,6 +10,7 @@
 
 from attnloom.errors import (
     CaptureError,
+    CopyError,
     ModelError,
     NotFiniteError,
     OverloadedError,
@@ -53,4 +54,5 @@ __all__ = [
     "NotFiniteError",
     "OverloadedError",
     "CaptureError",
+    "CopyError",
 ]

@@ -9,6 +9,8 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 
 from attnloom.serving.problems import Problem, ProblemError
 
@@ -27,15 +29,31 @@ async def read(http: HttpRequest, form: type[Form]) -> Form:
     Raises:
         ProblemError: it is not JSON, or not of this form.
     """
-    raw = await http.body()
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ProblemError(
-            Problem(415, f"Content-Type is {kind!r}; send the body as 'application/json'.")
-        )
+    try:
+        raw = await http.body()
+    except ClientDisconnect:
+        raise ProblemError(Problem(499, "the client left within its body.")) from None
+    _check_headers(http.headers)
     if len(raw) < LONG_BYTES:
         return parse(raw, form)
     return await run_in_threadpool(parse, raw, form)
+
+
+def _check_headers(headers: Headers) -> None:
+    """Raise ProblemError unless the body is JSON in UTF-8, as it is."""
+    kind, _, rest = headers.get("content-type", "").lower().partition(";")
+    charset = rest.partition("charset=")[2].partition(";")[0].strip(' "')
+    coding = headers.get("content-encoding", "identity").lower()
+    if kind.strip() != "application/json":
+        raise _unread(f"Content-Type is {kind.strip()!r}; send the body as 'application/json'.")
+    if charset not in ("", "utf-8", "utf8", "us-ascii"):
+        raise _unread(f"Content-Type says charset {charset!r}; send the body as UTF-8.")
+    if coding not in ("", "identity"):
+        raise _unread(f"Content-Encoding is {coding!r}; send the body as it is.")
+
+
+def _unread(message: str) -> ProblemError:
+    return ProblemError(Problem(415, message))
 
 
 def parse(raw: bytes, form: type[Form]) -> Form:
@@ -47,8 +65,9 @@ def parse(raw: bytes, form: type[Form]) -> Form:
         return form.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    path = first["loc"]
-    raise _problem(_said(first, form), str(path[0]) if path else None)
+    path, wrong = first["loc"], first.get("ctx", {}).get("error")
+    param = path[0] if path else getattr(wrong, "param", None)
+    raise _problem(_said(first, form), None if param is None else str(param))
 
 
 def _json(raw: bytes) -> Any:
@@ -60,16 +79,28 @@ def _json(raw: bytes) -> Any:
         byte = raw[error.start]
         raise _problem(f"the body is not UTF-8, at byte {error.start}: 0x{byte:02x}.") from None
     try:
-        given = json.loads(text, parse_constant=_no_number)
+        given = json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise _problem(f"the body is not JSON, at character {error.pos}: {error.msg}.") from None
     except RecursionError:
         raise _problem("the body is nested too deeply.") from None
+    except ProblemError:
+        raise
     except ValueError as error:
-        raise _problem(f"the body is not JSON: {error}.") from None
+        said = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
+        raise _problem(f"the body is not JSON: {said}.") from None
     if _SURROGATE.search(text):
         _check_characters(given)
     return given
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise _problem(f"the body has {twice!r} twice in one object; give it once.", twice)
+    return found
 
 
 def _no_number(name: str) -> NoReturn:
@@ -111,6 +142,8 @@ def _said(first: Any, form: type[BaseModel]) -> str:
         return f"{place} is missing."
     if kind == "extra_forbidden":
         return f"parameter {place!r} is not known here."
+    if kind == "model_type":
+        return f"{place} is {_shown(first['input'])}; it must be an object."
     field = form.model_fields.get(str(path[0])) if len(path) == 1 else None
     if field is not None and field.description:
         return f"{place} is {_shown(first['input'])}; it must be {field.description}."

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from attnloom.errors import OptionError
 from attnloom.serving.config import LayerAttention, ModelConfig, Rope
 from attnloom.serving.joined import Joined, join_weights
 from attnloom.serving.ops import Heads, Norm, Ops, Turn, ops_for
@@ -219,10 +220,20 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return frequencies
 
 
+def check_device(device: torch.device | str) -> None:
+    """Raise OptionError where torch has no such device, before anything is read for it."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # of a torch without CUDA
+        said = str(error).splitlines()[0].split(". ")[0].rstrip(".")  # torch may go on for long
+        raise OptionError(f"device is {str(device)!r}, which torch cannot use: {said}.") from None
+
+
 def random_decoder(
     config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0
 ) -> Decoder:
     """A decoder with normal weights of standard deviation 0.02, made where it will run."""
+    check_device(device)
     with torch.device("meta"):
         model = Decoder(config).to(dtype)
     model.to_empty(device=device)

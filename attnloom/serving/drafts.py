@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -28,8 +29,13 @@ class DraftTree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        whole = len(self.tokens) == len(self.parents)
-        if not whole or any(not -1 <= p < i for i, p in enumerate(self.parents)):
+        for name in ("tokens", "parents"):
+            held = tuple(getattr(self, name))  # of a list too, which may change
+            if any(isinstance(n, bool) or not isinstance(n, numbers.Integral) for n in held):
+                raise OptionError(f"{name} is {held}; it must be whole numbers.")
+            object.__setattr__(self, name, held)
+        same = len(self.tokens) == len(self.parents)
+        if not same or any(not -1 <= p < i for i, p in enumerate(self.parents)):
             raise OptionError(
                 f"parents is {self.parents} for {counted(len(self.tokens), 'token')}; one each: an "
                 "earlier node, or -1."
@@ -100,10 +106,11 @@ class NgramDrafter:
             branches: continuations at most, the latest first.
             depth: tokens of each.
         """
-        if min(ngram, branches, depth) < 1:
+        given = (ngram, branches, depth)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
             raise OptionError(
-                f"ngram, branches and depth are {ngram}, {branches} and {depth}; each must be 1 or "
-                "more."
+                f"ngram, branches and depth are {ngram!r}, {branches!r} and {depth!r}; each must "
+                "be a whole number, 1 or more."
             )
         self.ngram, self.branches, self.depth = ngram, branches, depth
 

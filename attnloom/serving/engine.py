@@ -8,9 +8,12 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import NoReturn
 
-from attnloom.errors import NotFiniteError, OptionError, RequestError, counted
+from attnloom.errors import CopyError, NotFiniteError, OptionError, RequestError, counted
 from attnloom.paged import PagedKVCache
+from attnloom.paged.book import whole
+from attnloom.paged.table import check_page_size
 from attnloom.serving.decoder import Decoder
 from attnloom.serving.drafts import Drafter, DraftTree
 from attnloom.serving.launched import Launched, Rows
@@ -70,13 +73,20 @@ class Engine:
                 have ended takes part once more, for nothing; texts stay the same. None: on a CUDA
                 device.
         Raises:
-            OptionError: a limit means nothing, the cache would not hold one sequence, or graphs
-                are wanted on a device that has none.
+            OptionError: a limit means nothing, the cache would not hold one sequence, drafter is
+                none, or graphs are wanted on a device that has none.
         """
         limits = limits or Limits(max_length=min(2048, model.config.max_length))
-        _check_limits(limits, model.config.max_length)
+        limits.check(model.config.max_length)
+        check_page_size(page_size)
+        if drafter is not None and not callable(getattr(drafter, "propose", None)):
+            raise OptionError(
+                f"drafter is {drafter!r}; it must have a method propose(tokens), as NgramDrafter()."
+            )
         longest = -(-limits.max_length // page_size)
-        num_pages = num_pages or longest * max(1, limits.max_running // 4)
+        if num_pages is None:
+            num_pages = longest * max(1, limits.max_running // 4)
+        num_pages = whole(num_pages, "num_pages")
         if num_pages < longest:
             raise OptionError(
                 f"{counted(num_pages, 'page')} of {counted(page_size, 'token')} cannot hold one "
@@ -104,6 +114,12 @@ class Engine:
         self._runs_ahead = run_ahead and drafter is None  # drafts follow from tokens
         self._launched: Launched | None = None
 
+    def __reduce__(self) -> NoReturn:
+        raise CopyError(
+            "an Engine cannot be copied or pickled: requests, their texts and pages belong to one. "
+            "Make another of the same model, and add the requests there."
+        )
+
     @property
     def busy(self) -> bool:
         """Whether a request is running or waiting."""
@@ -124,6 +140,8 @@ class Engine:
         Raises:
             RequestError: it does not fit, or has tokens that the model does not know.
         """
+        if not isinstance(request, Request):
+            raise RequestError(f"request is {request!r}; it must be a Request.")
         prompt, params = request.prompt, request.params
         vocab_size = self._runner.model.config.vocab_size
         if not prompt:
@@ -194,6 +212,7 @@ class Engine:
             for (chunk, rows), held in zip(live, kept, strict=True)
             if held
         ]
+        self.metrics.preemptions = self.scheduler.num_preemptions
         self.metrics.steps += 1
         self.metrics.computed_tokens += sum(chunk.num_tokens for chunk in step.chunks)
         return outputs
@@ -228,7 +247,10 @@ class Engine:
                 or wait, as this does.
         """
         params = params or SamplingParams()
-        requests = [Request(tuple(prompt), params) for prompt in prompts]
+        requests = [
+            Request(tuple(prompt) if isinstance(prompt, Iterable) else prompt, params)
+            for prompt in prompts
+        ]
         for request in requests:
             self.check(request)
         found: dict[str, list[int]] = {request.name: [] for request in requests}
@@ -359,13 +381,3 @@ class Engine:
 def _name(sequence: Sequence) -> int:
     assert sequence.cached is not None
     return sequence.cached
-
-
-def _check_limits(limits: Limits, model_length: int) -> None:
-    for name in ("max_running", "max_step_tokens", "max_waiting", "max_length"):
-        if getattr(limits, name) < 1:
-            raise OptionError(f"{name} is {getattr(limits, name)}; it must be 1 or more.")
-    if limits.max_length > model_length:
-        raise OptionError(
-            f"max_length is {limits.max_length}, but the model knows {model_length} positions."
-        )

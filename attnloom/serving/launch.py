@@ -10,7 +10,7 @@ import torch
 
 from attnloom.errors import OptionError, counted
 from attnloom.serving.config import ModelConfig
-from attnloom.serving.decoder import Decoder, random_decoder
+from attnloom.serving.decoder import Decoder, check_device, random_decoder
 from attnloom.serving.drafts import NgramDrafter
 from attnloom.serving.engine import Engine
 from attnloom.serving.scheduler import Limits
@@ -54,7 +54,7 @@ def build_engine(config: ServeConfig) -> Engine:
             no such device.
     """
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check_device(device)
+    check_device(device)
     dtype = DTYPES[config.dtype] if config.dtype else None
     tokenizer: Tokenizer
     if config.folder is None:
@@ -90,15 +90,6 @@ def build_engine(config: ServeConfig) -> Engine:
         drafter=NgramDrafter() if config.speculate else None,
         cuda_graphs=config.cuda_graphs,
     )
-
-
-def _check_device(device: str) -> None:
-    """Raise OptionError where torch has no such device, before anything is read for it."""
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # of a torch without CUDA
-        said = str(error).splitlines()[0].split(". ")[0].rstrip(".")  # torch may go on for long
-        raise OptionError(f"device is {device!r}, which torch cannot use: {said}.") from None
 
 
 def _check_room(cache_bytes: int, device: torch.device) -> None:

@@ -48,6 +48,7 @@ class Metrics:
     output_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    preemptions: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     first_token_seconds: Histogram = field(default_factory=Histogram)
     request_seconds: Histogram = field(default_factory=Histogram)
@@ -64,6 +65,7 @@ _COUNTERS = {
     "output_tokens": "tokens of output",
     "drafted_tokens": "tokens drafted",
     "accepted_tokens": "drafted tokens accepted",
+    "preemptions": "times a sequence had to give way",
 }
 
 

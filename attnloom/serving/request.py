@@ -82,8 +82,11 @@ class Request:
     name: str = field(default_factory=lambda: f"request-{next(_names)}")
 
     def __post_init__(self) -> None:
-        if not all(issubclass(kind, numbers.Integral) for kind in {*map(type, self.prompt)}):
-            raise _refusal("the prompt", self.prompt, "tokens, which are whole numbers")
+        kinds = {*map(type, self.prompt)} if isinstance(self.prompt, (tuple, list)) else {None}
+        if not all(k not in (None, bool) and issubclass(k, numbers.Integral) for k in kinds):
+            raise _refusal("the prompt", self.prompt, "a tuple of tokens, which are whole numbers")
+        if not isinstance(self.params, SamplingParams):
+            raise _refusal("params", self.params, "SamplingParams")
 
 
 def _refusal(name: str, value: object, wanted: str) -> RequestError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from attnloom.errors import OutOfPagesError, OverloadedError, counted
+from attnloom.errors import OptionError, OutOfPagesError, OverloadedError, counted
 from attnloom.paged import PagedKVCache
 from attnloom.serving.drafts import DraftTree
 from attnloom.serving.prefixes import PrefixIndex
@@ -28,6 +28,19 @@ class Limits:
     max_step_tokens: int = 512
     max_waiting: int = 256
     max_length: int = 2048
+
+    def check(self, model_length: int) -> None:
+        """Raise OptionError if one of them means nothing for a model of so many positions."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(
+                    f"{field.name} is {value!r}; it must be a whole number, 1 or more."
+                )
+        if self.max_length > model_length:
+            raise OptionError(
+                f"max_length is {self.max_length}, but the model knows {model_length} positions."
+            )
 
 
 @dataclass(frozen=True, slots=True)

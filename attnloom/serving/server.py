@@ -117,7 +117,8 @@ class Endpoint:
                 )
             )
 
-    def _check(self, request: Request, param: str) -> None:
+    def _check(self, request: Request, place: str) -> None:
+        param, _, index = place.partition(".")
         try:
             self.service.engine.check(request)
         except RequestError as error:
@@ -125,17 +126,17 @@ class Endpoint:
             if num_prompt + request.params.max_tokens > self._max_length:
                 code = TOO_LONG
                 param = "max_tokens" if num_prompt < self._max_length else param
-            raise ProblemError(Problem(400, str(error), param=param, code=code)) from None
+            said = f"{place}: {error}" if index else str(error)
+            raise ProblemError(Problem(400, said, param=param, code=code)) from None
 
     async def _answer(
         self, http: HttpRequest, body: Sampled, prompts: list[tuple[int, ...]], max_tokens: int
     ) -> Response:
         chat = isinstance(body, Chat)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        for prompt in prompts:
-            self._check(
-                Request(prompt, body.params(max_tokens, 0)), "messages" if chat else "prompt"
-            )
+        for i, prompt in enumerate(prompts):
+            place = "messages" if chat else "prompt" if len(prompts) == 1 else f"prompt.{i}"
+            self._check(Request(prompt, body.params(max_tokens, 0)), place)
         choices = [(prompt, i) for prompt in prompts for i in range(body.num_choices)]
         requests = [
             Request(prompt, body.params(max_tokens, i), f"{name}-{index}")
@@ -276,5 +277,4 @@ def _gauges(service: Service) -> dict[str, tuple[str, float]]:
         "pages": ("pages of the cache", engine.cache.book.allocator.num_pages),
         "pages_free": ("pages that nobody holds", engine.cache.num_free_pages),
         "sequences_kept": ("ended sequences whose pages are kept", scheduler.prefixes.num_kept),
-        "preemptions": ("times a sequence had to give way", scheduler.num_preemptions),
     }

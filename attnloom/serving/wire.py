@@ -34,6 +34,19 @@ def _wrong(text: str) -> ValueError:
     return ValueError(text)
 
 
+class _TogetherError(ValueError):
+    """Parameters that do not go together; param: the one to change."""
+
+    param = ""
+
+
+def _together(param: str, text: str) -> ValueError:
+    """What a validator of several raises."""
+    error = _TogetherError(text)
+    error.param = param
+    return error
+
+
 def _nothing(*values: Any) -> PlainValidator:
     """Of a parameter that is not offered: null, or a value that asks for nothing."""
 
@@ -189,9 +202,10 @@ class Completion(Sampled):
     @model_validator(mode="after")
     def _check_best_of(self) -> Completion:
         if self.best_of not in (None, self.num_choices):
-            raise _wrong(
+            raise _together(
+                "best_of",
                 f"best_of is {self.best_of}, but n is {self.num_choices}; choosing the best of "
-                "more texts is not offered."
+                "more texts is not offered.",
             )
         return self
 
@@ -239,7 +253,7 @@ class Chat(Sampled):
     @model_validator(mode="after")
     def _check_logprobs(self) -> Chat:
         if self.top_logprobs and not self.logprobs:
-            raise _wrong("top_logprobs needs logprobs=true beside it.")
+            raise _together("top_logprobs", "top_logprobs needs logprobs=true beside it.")
         return self
 
     @property

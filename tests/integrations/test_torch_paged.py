@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention as TorchPaged
 
 from attnloom import create_block_mask, flex_attention
-from attnloom.errors import DeviceError, OutOfPagesError, ShapeError
+from attnloom.errors import AttnloomError, DeviceError, OutOfPagesError, ShapeError
 from attnloom.integrations.torch_paged import PagedAttention
 
 PAGE, PAGES, H, D = 16, 12, 2, 16
@@ -197,3 +197,25 @@ def test_programs_that_catch_what_torch_raises() -> None:
         paged.convert_logical_block_mask(create_block_mask(causal, 1, None, 40, 48))
     with pytest.raises(ValueError, match="it must be a tensor"):
         paged.get_score_mod(None, batch_idx=[0])  # type: ignore[arg-type]
+
+
+NO_LENGTHS = {
+    "seq_len of floats": (lambda p: p.reserve(ONE, torch.tensor([16.9])), "seq_len is tensor"),
+    "a negative seq_len": (
+        lambda p: p.reserve(ONE, torch.tensor([-5])),
+        "seq_len is -5; a row has",
+    ),
+    "two rows to erase": (lambda p: p.erase(torch.tensor([0, 0])), "batch_idx is tensor"),
+    "a truth": (lambda p: p.erase(torch.tensor([True])), "batch_idx is tensor"),
+}
+ONE = torch.tensor([0])
+
+
+@pytest.mark.parametrize("name", NO_LENGTHS)
+def test_reserve_took_what_is_no_length(name: str) -> None:
+    """16.9 was 16, -5 was 0, and two rows were torch's own error."""
+    act, text = NO_LENGTHS[name]
+    paged, _, _ = filled([40])
+    with pytest.raises(AttnloomError, match=text):
+        act(paged)
+    assert paged.capacity.tolist() == [48]

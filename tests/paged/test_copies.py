@@ -80,5 +80,31 @@ def test_a_copied_batch_took_updates_to_no_tensor(
     batch.layer()
     with pytest.raises(OptionError, match="old pages of sequence 0"):
         other.layer()
+
+
+def test_a_batch_with_old_pages_could_not_be_copied(
+    copied: Callable[[PagedBatch], PagedBatch],
+) -> None:
+    """It refuses as the first one does, until it is updated; also where its sequence is gone."""
+    for lose in (lambda c: c.truncate(0, 3), lambda c: c.free(0)):
+        cache = cache_of_twenty()
+        batch = cache.batch([0])
+        lose(cache)
+        other = copied(copied(batch))
+        for each in (batch, other):
+            with pytest.raises(OptionError, match="old pages of sequence 0"):
+                each.layer()
+        new = other.cache.new()
+        other.cache.append([new], rows(3, 2), rows(3, 3))
+        other.update([new], [1])
+        assert flex_attention(rows(1, 4), other.layer()).isfinite().all()
+
+
+def test_a_shallow_copy_of_a_batch_with_old_pages() -> None:
+    cache = cache_of_twenty()
+    batch = cache.batch([0])
+    cache.truncate(0, 3)
+    other = copy.copy(batch)
+    assert other.cache is cache
     with pytest.raises(OptionError, match="old pages of sequence 0"):
-        copied(other)
+        other.write(rows(1, 0), rows(1, 1))

@@ -281,6 +281,56 @@ ERRORS: dict[str, Pinned] = {
         OptionError,
         "layer is '0'; this cache has layers 0 to 0.",
     ),
+    "a negative count of queries": (
+        lambda: cache_of(3).batch([0], -1),
+        ShapeError,
+        "sequence 0 is given -1 queries; 0 or more.",
+    ),
+    "more pages than have names": (
+        lambda: PagedKVCache(2**40, 16, H, D),
+        OptionError,
+        "num_pages is 1099511627776; a table names up to 2147483645.",
+    ),
+    "a count beyond the tokens": (
+        lambda: cache_of(3).append([0], zeros(1, H, 4, D), zeros(1, H, 4, D), counts=[5]),
+        ShapeError,
+        "counts goes up to 5, but key has 4 tokens of a sequence.",
+    ),
+    "a batch of very long sequences": (
+        lambda: cache_of(3).empty_batch(2, 10**15),
+        ShapeError,
+        "max_length is 1000000000000000; kernels count to 2147483645 in a batch.",
+    ),
+    "half a move": (
+        lambda: cache_of(3).move_tokens([(0, 1)]),  # type: ignore[list-item]
+        OptionError,
+        "a move is (0, 1); it must be (sequence, position to write, position to read).",
+    ),
+    "two moves to one place": (
+        lambda: cache_of(3).move_tokens([(0, 0, 1), (0, 0, 2)]),
+        OptionError,
+        "two moves write token 0 of sequence 0; give one for each place.",
+    ),
+    "a move to 0.0": (
+        lambda: cache_of(3).move_tokens([(0, 0.0, 1)]),  # type: ignore[list-item]
+        OptionError,
+        "position is 0.0; it must be an int.",
+    ),
+    "sequence 0.0": (
+        lambda: cache_of(3).length(0.0),  # type: ignore[arg-type]
+        OptionError,
+        "a sequence is named by an int that `new` or `fork` gave, not by 0.0.",
+    ),
+    "sequence False": (
+        lambda: cache_of(3).fork(False),
+        OptionError,
+        "a sequence is named by an int that `new` or `fork` gave, not by False.",
+    ),
+    "no sequence to free": (
+        lambda: cache_of(3).free(None),  # type: ignore[arg-type]
+        OptionError,
+        "a sequence is named by an int that `new` or `fork` gave, not by None.",
+    ),
     "fewer tokens than queries": (
         lambda: flex_attention(
             torch.zeros(1, H, 3, D),

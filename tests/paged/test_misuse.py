@@ -30,6 +30,12 @@ def cache_of_five() -> PagedKVCache:
     return cache
 
 
+def tampered(**change: object) -> dict:
+    state = cache_of_five().state_dict()
+    state["book"] |= change
+    return state
+
+
 K = new_tokens(40)
 REFUSED: dict[str, Callable[[PagedKVCache], object]] = {
     "counts beyond n": lambda c: c.append([0], K, K, counts=[41]),
@@ -45,6 +51,8 @@ REFUSED: dict[str, Callable[[PagedKVCache], object]] = {
     "q_len of floats": lambda c: c.extend([0], 40, q_len=40.5),  # type: ignore[arg-type]
     "float counts": lambda c: c.extend([0], torch.tensor([4.0])),  # type: ignore[arg-type]
     "reserve of floats": lambda c: c.reserve(0, 40.5),  # type: ignore[arg-type]
+    "a state that would name a sequence twice": lambda c: c.load_state_dict(tampered(next=0)),
+    "a state of a negative length": lambda c: c.load_state_dict(tampered(sequences={0: [-1, [7]]})),
     "more than all pages": lambda c: c.extend([0], 2**40),
 }
 

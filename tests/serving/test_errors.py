@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from attnloom.errors import OptionError
+from attnloom.errors import CopyError, OptionError
 from attnloom.serving import (
     ByteTokenizer,
     DraftTree,
@@ -23,11 +25,13 @@ from attnloom.serving import (
     Request,
     RequestError,
     SamplingParams,
+    random_decoder,
 )
 from attnloom.serving.launch import ServeConfig, build_engine
 from attnloom.serving.ops import ops_for
 from attnloom.serving.service import Service, StepFailedError, StoppedError
 from tests.harness.pinned import Pinned, assert_says
+from tests.serving.meaningless import MEANINGLESS
 from tests.serving.models import GEMMA, LLAMA, tiny
 
 LIMITS = Limits(max_running=1, max_waiting=1, max_length=64)
@@ -112,6 +116,11 @@ def with_little_memory() -> None:
         build_engine(ServeConfig(device="cpu", cache_bytes=8 << 30))
 
 
+NOT_COPIED = (
+    "an Engine cannot be copied or pickled: requests, their texts and pages belong to one. Make "
+    "another of the same model, and add the requests there."
+)
+TOKENS = "it must be a tuple of tokens, which are whole numbers."
 ERRORS: dict[str, Pinned] = {
     "device": (
         lambda: build_engine(ServeConfig(device="cuda:x")),
@@ -137,7 +146,7 @@ ERRORS: dict[str, Pinned] = {
     "not a number": (
         lambda: config(vocab_size="many"),
         ModelError,
-        "config.json of a llama model: invalid literal for int() with base 10: 'many'.",
+        "config.json of a llama model: vocab_size is 'many'; it must be a whole number, 1 or more.",
     ),
     "layer types": (
         lambda: ModelConfig.from_dict({**GEMMA, "layer_types": ["linear"] * 3}),
@@ -214,7 +223,7 @@ ERRORS: dict[str, Pinned] = {
     "limit": (
         lambda: engine(Limits(max_running=0)),
         OptionError,
-        "max_running is 0; it must be 1 or more.",
+        "max_running is 0; it must be a whole number, 1 or more.",
     ),
     "long limit": (
         lambda: engine(Limits(max_length=4096)),
@@ -224,7 +233,7 @@ ERRORS: dict[str, Pinned] = {
     "drafter": (
         lambda: NgramDrafter(branches=0),
         OptionError,
-        "ngram, branches and depth are 3, 0 and 5; each must be 1 or more.",
+        "ngram, branches and depth are 3, 0 and 5; each must be a whole number, 1 or more.",
     ),
     "no tree": (
         lambda: DraftTree((5, 6), (1, -1)),
@@ -248,6 +257,85 @@ ERRORS: dict[str, Pinned] = {
         "that no token can be drawn from them. Look for such weights, or for a dtype too narrow "
         "for the model.",
     ),
+    "a drafter that drafts nothing": (
+        lambda: engine(drafter=3),
+        OptionError,
+        "drafter is 3; it must have a method propose(tokens), as NgramDrafter().",
+    ),
+    "no pages": (
+        lambda: engine(num_pages=0),
+        OptionError,
+        "0 pages of 16 tokens cannot hold one sequence of max_length 64. Give at least 4 pages, or "
+        "lower max_length.",
+    ),
+    "half a page": (
+        lambda: engine(num_pages=8.5),
+        OptionError,
+        "num_pages is 8.5; it must be an int.",
+    ),
+    "a limit that is text": (
+        lambda: engine(Limits(max_running="3")),  # type: ignore[arg-type]
+        OptionError,
+        "max_running is '3'; it must be a whole number, 1 or more.",
+    ),
+    "a copied engine": (lambda: copy.copy(engine()), CopyError, NOT_COPIED),
+    "a deep copy of an engine": (lambda: copy.deepcopy(engine()), CopyError, NOT_COPIED),
+    "a pickled engine": (lambda: pickle.dumps(engine()), CopyError, NOT_COPIED),
+    "a request that is text": (
+        lambda: engine().add("x"),  # type: ignore[arg-type]
+        RequestError,
+        "request is 'x'; it must be a Request.",
+    ),
+    "no list of prompts": (
+        lambda: engine().generate([1, 2]),  # type: ignore[list-item]
+        RequestError,
+        f"the prompt is 1; {TOKENS}",
+    ),
+    "no tokens": (
+        lambda: Request(None),  # type: ignore[arg-type]
+        RequestError,
+        f"the prompt is None; {TOKENS}",
+    ),
+    "truths": (lambda: Request((True,)), RequestError, f"the prompt is (True,); {TOKENS}"),
+    "no params": (
+        lambda: Request((1,), None),  # type: ignore[arg-type]
+        RequestError,
+        "params is None; it must be SamplingParams.",
+    ),
+    "a draft of floats": (
+        lambda: DraftTree((5.0,), (-1,)),  # type: ignore[arg-type]
+        OptionError,
+        "tokens is (5.0,); it must be whole numbers.",
+    ),
+    "a depth that is text": (
+        lambda: NgramDrafter(depth="x"),  # type: ignore[arg-type]
+        OptionError,
+        "ngram, branches and depth are 3, 4 and 'x'; each must be a whole number, 1 or more.",
+    ),
+    "quantised": (
+        lambda: config(quantization_config={"quant_method": "gptq"}),
+        ModelError,
+        "quantization_config is {'quant_method': 'gptq'}; attnloom serves no quantised weights. "
+        "Save the model in bfloat16, float16 or float32.",
+    ),
+    "a list": (
+        lambda: ModelConfig.from_dict([]),  # type: ignore[arg-type]
+        ModelError,
+        "config.json holds a list, not an object.",
+    ),
+    "a device that is not there": (
+        lambda: random_decoder(config(), "cuda:x", torch.float32),
+        OptionError,
+        "device is 'cuda:x', which torch cannot use: Invalid device string: 'cuda:x'.",
+    ),
+    **{
+        str(change): (
+            lambda change=change: config(**change),
+            ModelError,
+            f"config.json of a llama model{said}",
+        )
+        for change, said in MEANINGLESS
+    },
     "queue": (
         overload,
         OverloadedError,

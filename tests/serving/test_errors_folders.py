@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnloom.errors import AttnloomError
+from attnloom.errors import AttnloomError, OptionError
 from attnloom.serving import FolderTokenizer, ModelError, RequestError, load_decoder
 from attnloom.serving import weights as weights_module
 from tests.serving.models import LLAMA, tiny
@@ -49,6 +49,28 @@ def _other_weights(folder: Path) -> None:
 
 def _other_shape(folder: Path) -> None:
     _stored(folder, lambda stored: stored.update({"model.norm.weight": torch.zeros(3)}))
+
+
+def _damaged_weights(folder: Path) -> None:
+    _config_file(folder)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 20)
+    load_decoder(folder)
+
+
+def _quantised_weights(folder: Path) -> None:
+    _stored(
+        folder, lambda stored: stored.update({"model.norm.weight": torch.zeros(32).to(torch.int8)})
+    )
+
+
+def _whole_numbers(folder: Path) -> None:
+    _config_file(folder)
+    load_decoder(folder, dtype=torch.int8)
+
+
+def _no_device(folder: Path) -> None:
+    _config_file(folder)
+    load_decoder(folder, "cuda:x")
 
 
 def _no_safetensors(folder: Path) -> None:
@@ -115,6 +137,33 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], type[AttnloomE
         (),
         ModelError,
         "weight model.norm.weight is [3], but config.json makes it [32].",
+    ),
+    "damaged weights": (
+        _damaged_weights,
+        (),
+        ModelError,
+        "model/model.safetensors cannot be read: Error while deserializing header: header too "
+        "large. Download it again, or save the model with save_pretrained.",
+    ),
+    "quantised weights": (
+        _quantised_weights,
+        (),
+        ModelError,
+        "weight model.norm.weight is torch.int8; attnloom serves no quantised weights. Save the "
+        "model in bfloat16, float16 or float32.",
+    ),
+    "weights of integers": (
+        _whole_numbers,
+        (),
+        OptionError,
+        "dtype is torch.int8; it must be torch.bfloat16, torch.float16 or torch.float32, or None: "
+        "that of the files.",
+    ),
+    "no device": (
+        _no_device,
+        (),
+        OptionError,
+        "device is 'cuda:x', which torch cannot use: Invalid device string: 'cuda:x'.",
     ),
     "no safetensors": (
         _no_safetensors,

@@ -3,6 +3,7 @@ is let through."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -52,6 +53,15 @@ BAD: dict[str, tuple[bytes, str | None, str]] = {
         "a name in the body holds \\ud83d, half of a character; send both halves of the surrogate "
         "pair.",
     ),
+    "twice": (
+        b'{"model": "tiny", "prompt": "a", "prompt": "b"}', "prompt",
+        "the body has 'prompt' twice in one object; give it once.",
+    ),
+    "many digits": (
+        b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", None,
+        "the body is not JSON: a number has too many digits.",
+    ),
+    "message": (chat(1), "messages", "messages.0 is 1; it must be an object."),
     "deep": (b"[" * 100_000, None, "the body is nested too deeply."),
     "no prompt": (b'{"model": "tiny"}', "prompt", "prompt is missing."),
     "prompt": (
@@ -79,7 +89,7 @@ BAD: dict[str, tuple[bytes, str | None, str]] = {
         chat(logprobs=2), "logprobs", "logprobs is 2; it must be true or false.",
     ),
     "top_logprobs alone": (
-        chat(top_logprobs=2), None, "top_logprobs needs logprobs=true beside it.",
+        chat(top_logprobs=2), "top_logprobs", "top_logprobs needs logprobs=true beside it.",
     ),
     "n is true": (completion(n=True), "n", "n is true; it must be a whole number from 1 to 128."),
     "max_tokens is 0": (
@@ -103,7 +113,7 @@ BAD: dict[str, tuple[bytes, str | None, str]] = {
         "stop holds 17 texts; at most 16 may end an output.",
     ),
     "best_of": (
-        completion(best_of=3), None,
+        completion(best_of=3), "best_of",
         "best_of is 3, but n is 1; choosing the best of more texts is not offered.",
     ),
     "no messages": (
@@ -239,3 +249,56 @@ def test_bad_requests_are_told_what_is_wrong(running: Running, name: str) -> Non
     assert {*error} == {"message", "type", "param", "code"}
     assert (error["param"], error["code"]) == (param, code)
     assert text in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "text"),
+    [
+        ({"Content-Type": "text/plain"}, "Content-Type is 'text/plain'; send the body as"),
+        (
+            {"Content-Type": "application/json; charset=UTF-16"},
+            "Content-Type says charset 'utf-16'; send the body as UTF-8.",
+        ),
+        ({"Content-Encoding": "gzip"}, "Content-Encoding is 'gzip'; send the body as it is."),
+    ],
+    ids=["kind", "charset", "coding"],
+)
+def test_bodies_in_other_forms(running: Running, headers: dict[str, str], text: str) -> None:
+    httpx = pytest.importorskip("httpx")
+    given = {"Content-Type": "application/json"} | headers
+    answer = httpx.post(f"{running.url}/v1/completions", content=completion(), headers=given)
+    assert answer.status_code == 415 and answer.json()["error"]["message"].startswith(text)
+    plain = {"Content-Type": 'application/json; charset="utf-8"'}
+    body = completion(max_tokens=1)
+    answer = httpx.post(f"{running.url}/v1/completions", content=body, headers=plain)
+    assert answer.status_code == 200
+
+
+def test_one_of_several_prompts_is_named(running: Running) -> None:
+    httpx = pytest.importorskip("httpx")
+    body = {"model": "tiny", "prompt": [[1], []]}
+    error = httpx.post(f"{running.url}/v1/completions", json=body).json()["error"]
+    assert error["message"] == "prompt.1: the prompt is empty; give at least one token."
+    assert error["param"] == "prompt"
+
+
+def test_a_client_that_left_within_its_body_was_a_traceback(running: Running) -> None:
+    app, said = running.server.config.app, []
+    events = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Any:
+        return events.pop(0)
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    head = [(b"content-type", b"application/json"), (b"content-length", b"100")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "headers": head,
+        "query_string": b"", "app": app,
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    assert said[0]["status"] == 499

@@ -49,7 +49,8 @@ def test_a_port_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
         ("--cache-gib", "nan", "nan is no amount of memory; it must be above 0"),
         ("--cache-gib", "-1", "-1 is no amount of memory; it must be above 0"),
         ("--cache-gib", "inf", "inf is no amount of memory; it must be above 0"),
-        ("--drain-seconds", "-1", "-1 is no time to wait; it must be 0 or more"),
+        ("--drain-seconds", "-1", "-1 is no time to wait; it must be a whole number of"),
+        ("--drain-seconds", "nan", "nan is no time to wait; it must be a whole number of"),
     ],
 )
 def test_amounts_that_are_none_ended_in_a_traceback(

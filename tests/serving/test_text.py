@@ -215,11 +215,11 @@ def test_rows_follow_their_own_wishes() -> None:
         ),
         (
             lambda: Request((1, 1.5)),  # type: ignore[arg-type]
-            "the prompt is (1, 1.5); it must be tokens, which are whole numbers.",
+            "the prompt is (1, 1.5); it must be a tuple of tokens, which are whole numbers.",
         ),
         (
             lambda: Request("abc"),  # type: ignore[arg-type]
-            "the prompt is 'abc'; it must be tokens, which are whole numbers.",
+            "the prompt is 'abc'; it must be a tuple of tokens, which are whole numbers.",
         ),
     ],
 )
