@@ -38,9 +38,11 @@ class Fields:
     ) -> float:
         """A number; default: where it is null or left out, or None if it may not be."""
         value = self._value(name) if default is None else self.given.get(name)
-        value = default if value is None and default is not None else value
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not fine(value):
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.refusal(name, value, f"a number {wanted}")
+        if not math.isfinite(value) or not fine(value):
             raise self.refusal(name, value, f"a number {wanted}")
         return float(value)
 
