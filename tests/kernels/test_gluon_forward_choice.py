@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from attnloom import create_block_mask
 from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton.configs import Device
 from attnloom.ir.node import DType
 from attnloom.plan.problem import KernelOptions
 from attnloom.trace.tracer import trace_mask, trace_score
@@ -62,6 +64,33 @@ def test_queries_in_registers_leave_their_tile_to_the_next(D: int, mask: Any) ->
     assert (first.q_kept, first.q_stages, first.out_in_q) == (first.panels, 1, False)
     assert others
     assert not any(form.q_kept for form in others)
+
+
+def test_masks_have_sums_a_lane_and_keys_ahead_where_that_gained() -> None:
+    found = {mask: in_order(call_of(128, mask))[0] for mask in (None, causal)}
+    assert [(form.ahead, form.by_lane) for form in found.values()] == [(False, False), (True, True)]
+    assert not any(in_order(call_of(D, causal))[0].ahead for D in (64, 192, 256))
+
+
+H200 = Device(90, 232_448, 132, 60 << 20)
+
+
+@pytest.mark.parametrize(
+    ("mask", "group", "length", "heads"),
+    [
+        (None, 1, 8192, 4),  # keys and values of a head are 4 MiB
+        (causal, 1, 8192, 16),
+        (causal, 3, 8192, 15),
+        (causal, 32, 8192, 128),
+        (causal, 1, 512, 64),
+    ],
+)
+def test_under_a_mask_more_heads_are_taken_together(
+    mask: Any, group: int, length: int, heads: int
+) -> None:
+    query, key = (torch.empty(1, n, length, 128, dtype=torch.float16) for n in (group, 1))
+    call = replace(call_of(128, mask), query=query, key=key, value=key)
+    assert launch_forward._heads_together(call, H200) == heads
 
 
 @pytest.mark.parametrize("mask", [None, causal])

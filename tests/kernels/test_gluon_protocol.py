@@ -18,8 +18,8 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
         CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
-        Q_KEPT=0, BY_LANE=False, LATE=False, OVERLAP=consumers < 3, OUT_IN_Q=False, PREFETCH=False,
-        OPERAND=None, SUB=1,
+        Q_KEPT=0, BY_LANE=False, LATE=False, AHEAD=False, OVERLAP=consumers < 3, OUT_IN_Q=False,
+        PREFETCH=False, OPERAND=None, SUB=1,
         HAS_LISTS=True, APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True,
         HAS_TAIL=False, MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1,
         COLUMN0="int32", BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
@@ -50,6 +50,10 @@ FORMS = {
     "panels in registers": form(PANELS=3, OUT_IN_Q=True, NUM_COLUMNS=0, Q_KEPT=3),
     "panels left early": form(PANELS=3, NUM_COLUMNS=0, Q_KEPT=3, Q_STAGES=1, LATE=True),
     "output late, one tile": form(NUM_COLUMNS=0, Q_STAGES=1, OUT_IN_Q=True, LATE=True),
+    "keys ahead": form(Q_KEPT=1, Q_STAGES=1, AHEAD=True),
+    "keys ahead, no columns": form(Q_KEPT=1, Q_STAGES=1, NUM_COLUMNS=0, AHEAD=True),
+    "keys ahead, apart": form(APART=True, Q_KEPT=1, Q_STAGES=1, AHEAD=True),
+    "keys ahead, no mask": form(AHEAD=True, **PLAIN),
     "short rows, no columns": form(1, Q_KEPT=1, Q_STAGES=1, NUM_COLUMNS=0),
     "prefetch": form(PREFETCH=True),
     "prefetch, three consumers": form(3, PREFETCH=True),

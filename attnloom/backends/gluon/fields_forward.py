@@ -46,6 +46,7 @@ class ForwardSm90Config(Sm90Config):
     PANELS: int
     Q_KEPT: int
     LATE: bool
+    AHEAD: bool
     LAZY: bool
     SLACK: float
     BY_LANE: bool
@@ -119,6 +120,7 @@ def config_of(
         Q_KEPT=form.q_kept,
         BY_LANE=form.by_lane,
         LATE=form.late,
+        AHEAD=form.ahead,
         LAZY=form.slack is not None,
         SLACK=0.0 if want_max_scores or form.slack is None else form.slack,
         OVERLAP=form.overlap,

@@ -12,6 +12,10 @@ no registers for a second p.
 Heads of 129 to 192 may lie in three PANELS of 64 columns, where a tile of a power of two would have
 256: as many products of a step, each a group of its own to wait for, and as many accumulators.
 
+AHEAD: nothing in PTX ties the exponentials of a step to the wait for its product p . v, and ptxas
+puts them after that wait, so that nothing runs while it is computed. The end of a basic block stops
+it, as the loop around a barrier's wait is one: the next step's keys are waited for in between.
+
 One loop takes full and partial blocks, with a branch around the mask: separate loops double the
 code and spill. What single scores look up (pieces.py) is loaded while the product q . k^T is
 computed; PREFETCH: by the step before, as soon as its own is used, and kept in registers.
@@ -151,6 +155,13 @@ def _look_up_ahead(mem, n, live, context, cfg: gl.constexpr):
 
 
 @gluon.jit
+def _wait_ahead(mem, n, live, cfg: gl.constexpr):
+    """For the keys of step n, if it is live."""
+    if cfg.AHEAD:
+        mbarrier.wait(mem.k_full.index(slot_of(n, cfg)), phase_of(n, cfg), pred=live)
+
+
+@gluon.jit
 def _weights(
     s, mem, n, more, prepared, context, state, at, consumer, L: gl.constexpr, cfg: gl.constexpr
 ):
@@ -179,7 +190,8 @@ def _overlapped_step(
     """Scores and exponentials of step n, the output of step n - 1. state = (m_i, l_i, pieces,
     alpha if LATE)."""
     slot, last = slot_of(n, cfg), slot_of(n - 1, cfg)
-    mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
+    if not cfg.AHEAD:
+        mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
     s = _scores(q, mem, slot, L, cfg)
     if cfg.LATE:
         acc = caught_up(acc, state[3], OUT, cfg)
@@ -192,6 +204,7 @@ def _overlapped_step(
         s, mem, n, more, prepared, context, state, at, consumer, L, cfg
     )
     following = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+    _wait_ahead(mem, n + 1, more, cfg)
     acc, p = _finished(acc, p, cfg)
     mbarrier.arrive(mem.v_empty.index(last))
     if not cfg.LATE:
@@ -220,6 +233,7 @@ def _overlapped_tile(
         s, mem, n, steps > 1, prepared, context, (m_i, l_i), at, consumer, L, cfg
     )
     p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+    _wait_ahead(mem, n + 1, steps > 1, cfg)
     if cfg.MAY_BE_EMPTY:
         n += live.to(gl.int32)
     else:

@@ -41,6 +41,7 @@ _TILE_M = _TILE_N = 128
 _REGISTERS = 256  # a thread, of a program of two warpgroups that is alone on a processor
 _FEW_SPILLS = 16
 _MANY_SPILLS = 64
+_TILES_OF_A_HEAD = 8  # that run at once and so read the same keys, where rows differ in length
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,7 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _
         0 if blocks is None else blocks.kv_offset,
         heads // key.size(1),
         num_tiles,
-        heads_together(call, device),
+        _heads_together(call, device),
         batch * heads,
         -(-kv_len // form.tile_n),
         num_tiles * batch * heads,
@@ -344,6 +345,18 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> _
         options["maxnreg"] = _REGISTERS // form.programs // 8 * 8  # given in eights
     launcher = Launcher(forward_kernel, config, grid, options)
     return _Ready(launcher, form, blanks, scales_of(call, score), pack_ints(shape))
+
+
+def _heads_together(call: AttentionCall, device: configs.Device) -> int:
+    """Query heads taken together, whole groups of a key head: those that share the L2 cache, and
+    under a mask more. Its longest tiles start first among them, and the end is the more even; keys
+    that do not fit are read at about the same time by the tiles that run at once (H200, causal,
+    D = 128, S = 8192: 2, 4, 8, 16 heads 1.892, 1.843, 1.820, 1.816 ms)."""
+    together = heads_together(call, device)
+    if call.blocks is None or has_short_rows(call):
+        return together
+    group = call.query.size(1) // call.key.size(1)
+    return max(together, device.num_processors // _TILES_OF_A_HEAD // group * group)
 
 
 def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
