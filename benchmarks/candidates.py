@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 from unittest import mock
 
+from attnloom.api import repeats
 from attnloom.backends.gluon import configs_backward, configs_forward
 from attnloom.backends.triton.configs import Tile, clamped
 from benchmarks.gpu_cases import GpuCase
@@ -23,7 +24,9 @@ _UNLIMITED = 1 << 20
 
 class Change:
     """Something else in a backend's place of choice. `exchanged`: (module, name, value), the first
-    of the module whose launches are remembered, which are kept apart."""
+    of the module whose launches are remembered, which are kept apart, as calls that are repeated
+    are: a call without a mask is the same one under every change, and the first would run for all.
+    """
 
     backend: ClassVar[str]
 
@@ -34,12 +37,18 @@ class Change:
     def _known(self) -> dict[Any, Any]:
         return {}
 
+    @functools.cached_property
+    def _repeated(self) -> tuple[dict[Any, Any], set[int]]:
+        return {}, set()
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the backend runs so."""
         exchanged = self.exchanged()
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(exchanged[0][0], "_ready", self._known))
+            for name, value in zip(("_buckets", "_met"), self._repeated, strict=True):
+                stack.enter_context(mock.patch.object(repeats, name, value))
             for module, name, value in exchanged:
                 stack.enter_context(mock.patch.object(module, name, value))
             yield

@@ -11,11 +11,13 @@ from triton._C.libtriton import ir
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from attnloom.backends.gluon.rings import KEYS_LEFT
 from benchmarks.signatures import type_of
 from tests.kernels.barrier_memory import given_away
 from tests.kernels.cross_compile import TARGETS, _pointers, assemble
 
 _SERIALISED = re.compile(r"C75\d\d")
+_NAMED = re.compile(r"\tbar(?:rier)?\.sync\s+(\d+)")
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,15 @@ def compile_gluon(kernel: Any, arguments: tuple[Any, ...], options: dict[str, in
     16-byte alignment of every address is assumed, as launches find it.
 
     Raises:
-        AssertionError: other things lie where the kernel's barriers do (barrier_memory.py).
+        AssertionError: other things lie where the kernel's barriers do (barrier_memory.py), or
+            Triton uses named barriers that are ours.
     """
     source = _source(kernel, arguments)
     compiled = triton.compile(source, target=TARGETS["sm_90"][0], options=options)
     wrong = given_away(compiled.asm["ttgir"], compiled.asm["ptx"])
     assert not wrong, f"{kernel.__name__}: {'; '.join(wrong)}"
+    numbers = {int(number) for number in _NAMED.findall(compiled.asm["ptx"])}
+    assert max(numbers, default=0) < KEYS_LEFT.value, f"named barriers {sorted(numbers)}"
     return CompiledGluon(compiled.metadata.shared, *_assemble(compiled.asm["ptx"]))
 
 

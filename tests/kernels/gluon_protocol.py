@@ -24,6 +24,7 @@ from attnloom.backends.gluon import (
     forward_columns,
     forward_load,
     forward_math,
+    forward_products,
     forward_shared,
     forward_sm90,
     rings,
@@ -31,7 +32,10 @@ from attnloom.backends.gluon import (
 from tests.kernels.gluon_values import Int, Nothing, Pointer, Vec
 from tests.kernels.gluon_world import ProtocolError, Slot, World, held, play, stand_ins
 
-MODULES = (forward_columns, forward_load, forward_math, forward_shared, forward_sm90, rings)
+MODULES = (
+    forward_columns, forward_load, forward_math, forward_products, forward_shared, forward_sm90,
+    rings,
+)  # fmt: skip
 HEADS, GROUP, BATCH = 4, 2, 2
 ROWS = 4  # of a consumer: the protocol does not depend on it
 
@@ -85,7 +89,7 @@ class Launch:
         listed, plan = self.plan.arguments(cfg)
         names = self.names()
         with held(MODULES, names):
-            warps: list[tuple[Callable[[], None], int, bool]] = []
+            warps: list[tuple[Callable[[], None], int, bool, int]] = []
             for program in range(self.plan.programs):
                 mem = forward_shared.allocate(cfg)
                 roles = [
@@ -108,7 +112,10 @@ class Launch:
                         )
                     )
                 late = {"load": 0, "consume": 1, "columns": len(roles) - 1}.get(self.laggard, -1)
-                warps += [(role, program, i == late) for i, role in enumerate(roles)]
+                warps += [
+                    (role, program, i == late, 4 if 0 < i <= cfg.CONSUMERS else 1)
+                    for i, role in enumerate(roles)
+                ]
             play(self.world, warps)
         self._check()
         if any(self.plan.keys):
@@ -129,19 +136,21 @@ class Launch:
     def names(self) -> dict[str, Any]:
         """What the functions' modules hold in place of the language's."""
         found = stand_ins(self.world, self.plan.programs, MODULES)
-        found |= {"ROWS": ROWS, "FLAG_BITS": 6, "ALL_FULL": 42}
+        found |= {"ROWS": ROWS, "FLAG_BITS": 6, "ALL_FULL": 42, "KEYS_LEFT": 8, "VALUES_LEFT": 12}
         found |= {name: self._watched(found[name]) for name in ("_overlapped_tile", "_plain_tile")}
         return found | {
             "take_job": self._remembered(found["take_job"]),
             "contexts": lambda *_: None,
             "empty_state": lambda *_: (self._accumulators(), Nothing(), Nothing()),
-            "_queries": self._queries,
+            "take_queries": self._queries,
             "rescaled": lambda acc, *_: acc,
             "caught_up": lambda acc, *_: acc,
             "only_if": lambda _, acc, __: acc,
             "columns": lambda *_: None,
             "look_up": lambda _, tag, cfg: found["key_tile"](tag, cfg) * cfg.TILE_N,
             "row_bias": lambda *_: None,
+            "carried": lambda weights, *_: weights,
+            "operand": lambda p, *_: p,
             "modified": self._modified,
             "masked": self._masked,
             "softmax_step": lambda *_: (Nothing(), Nothing(), Nothing(), Nothing()),
@@ -161,7 +170,8 @@ class Launch:
 
     def _queries(self, mem: Any, at: int, *_: Any) -> Any:
         """Where they lie, and those that lie in registers besides."""
-        kept = (mem.q.index(at + i).content for i in range(self.cfg.Q_KEPT))
+        tiles = [at, at] if self.cfg.REST else range(at, at + self.cfg.Q_KEPT)
+        kept = (mem.q.index(i).content for i in tiles)
         return at, tuple(Slot(content=content) for content in kept)
 
     def _modified(self, s: Any, _: Any, __: Any, pieces: int, keys: Vec, *rest: Any) -> Any:
@@ -201,7 +211,7 @@ class Launch:
         wanted_scores = [
             [("q", b, h, row, i * cfg.D), ("k", b_kv, h_kv, block * cfg.TILE_N, i * cfg.D)]
             for block in self.plan.keys[tile]
-            for i in panels
+            for i in ([0, 0] if cfg.REST else panels)
         ]
         wanted_out = [
             [("v", b_kv, h_kv, block * cfg.TILE_N, i * cfg.DV)]

@@ -65,12 +65,13 @@ class Memory:
 
 @dataclass
 class World:
-    """Everything that warps of all programs share. own: of a thread: program, job, groups, log, and
-    whether it is a laggard."""
+    """Everything that warps of all programs share. own: of a thread: program, warps, job, groups,
+    log, and whether it is a laggard."""
 
     seed: int
     copies: list[Callable[[], None]] = field(default_factory=list)
     waits: dict[int, tuple[Slot, int]] = field(default_factory=dict)
+    named: dict[tuple[int, int], Slot] = field(default_factory=dict)  # by program and number
     started: set[str] = field(default_factory=set)  # barriers, by the names of their allocations
     used: set[str] = field(default_factory=set)
     alive: int = 0
@@ -104,8 +105,10 @@ class World:
 
     def wait(self, barrier: Slot, phase: int, pred: Any = True) -> None:
         self._use(barrier)
-        if not pred:
-            return
+        if pred:
+            self._wait_for(barrier, phase)
+
+    def _wait_for(self, barrier: Slot, phase: int) -> None:
         me = threading.get_ident()
         with self.changed:
             self._let_others()
@@ -146,9 +149,10 @@ class World:
         else:
             self.changed.wait(PATIENCE_S)
 
-    def run(self, warp: Callable[[], None], program: int, lags: bool) -> None:
-        """A warp's thread."""
+    def run(self, warp: Callable[[], None], program: int, lags: bool, warps: int = 4) -> None:
+        """A warp's thread, or that of several."""
         self.own.program, self.own.groups, self.own.live = program, [], True
+        self.own.warps = warps
         self.own.lags = lags
         try:
             warp()
@@ -165,6 +169,34 @@ class World:
             with self.changed:
                 self._let_others()
                 self._complete(barrier, count, 0)
+
+    def signal(self, number: int, threads: int) -> Slot:
+        """Pass a named barrier. Nobody passes one again that others have not passed yet."""
+        with self.changed:
+            self._let_others()
+            barrier = self.named.setdefault((self.own.program, number), Slot(content=[]))
+            if number > 15 or barrier.count not in (0, threads):
+                raise ProtocolError(f"no named barrier {number} of {threads} threads")
+            if not barrier.pending:
+                barrier.name, barrier.count, barrier.pending = f"{number}", threads, threads
+            if threading.get_ident() in barrier.content:
+                raise ProtocolError(f"named barrier {number} is passed twice in a phase")
+            barrier.content.append(threading.get_ident())
+            if barrier.pending == 32 * self.own.warps:
+                barrier.content.clear()
+            self._complete(barrier, 32 * self.own.warps, 0)
+            return barrier
+
+    def signal_if(self, live: Any, number: int, threads: int) -> None:
+        if live:
+            self.signal(number, threads)
+
+    def meet_if(self, live: Any, number: int, threads: int) -> None:
+        if live:
+            with self.changed:
+                known = self.named.get((self.own.program, number))
+                phase = 0 if known is None else known.completed & 1
+            self._wait_for(self.signal(number, threads), phase)
 
     def expect(self, barrier: Slot, size: int) -> None:
         self._use(barrier)
@@ -290,7 +322,8 @@ def stand_ins(world: World, programs: int, modules: Sequence[ModuleType]) -> dic
         "tma": SimpleNamespace(store_wait=lambda _: None),
         "bi": SimpleNamespace(
             reinterpret=_reinterpreted, async_load=world.copy, scalar=lambda value, _: Int(value),
-            unknown=lambda value: value,
+            unknown=lambda value: value, signal=world.signal, signal_if=world.signal_if,
+            meet_if=world.meet_if,
         ),
         "Shared": lambda *parts: _named(dict(zip(_fields(modules), parts, strict=True))),
         "fence_async_shared": lambda: None,
@@ -336,8 +369,9 @@ def held(modules: Sequence[ModuleType], names: dict[str, Any]) -> Iterator[None]
         yield
 
 
-def play(world: World, warps: Sequence[tuple[Callable[[], None], int, bool]]) -> None:
-    """Run warps to the end: (what one does, its program, whether it lags).
+def play(world: World, warps: Sequence[tuple[Any, ...]]) -> None:
+    """Run warps to the end: (what one does, its program, whether it lags, of how many warps it is
+    if not of four).
 
     Raises:
         ProtocolError: what the first to fail met, or copies that are left.

@@ -99,6 +99,9 @@ REST = [
     (128, alibi, causal, BF16, 48),
     (64, alibi, causal, BF16, 48),
     (64, softcap, causal, FP16, 16),
+    (72, None, causal, FP16, 0),
+    (96, None, causal, BF16, 0),
+    (96, None, None, FP16, 0),
     (192, None, causal, BF16, 0),
     (192, None, None, FP16, 0),
     (192, softcap, causal, BF16, 0),
@@ -106,6 +109,9 @@ REST = [
     (256, None, causal, BF16, 40),
     (256, None, None, FP16, 32),
 ]
+
+
+MANY_STEPS = [(causal, BF16), (causal, FP16), (None, BF16)]
 
 
 def check(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
@@ -126,6 +132,13 @@ def test_forward(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int)
 @pytest.mark.parametrize(("D", "score", "mask", "dtype", "spills"), REST)
 def test_other_forwards(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
     check(D, score, mask, dtype, spills)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mask", "dtype"), MANY_STEPS)
+def test_three_consumers_of_many_steps_overlap(mask: Any, dtype: torch.dtype) -> None:
+    with mock.patch.object(launch_forward, "has_few_steps", lambda call: False):
+        check(64, None, mask, dtype, 0)
 
 
 SHORT = [(128, None, documents, BF16)]

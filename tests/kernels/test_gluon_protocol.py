@@ -18,8 +18,8 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
         CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
-        Q_KEPT=0, BY_LANE=False, LATE=False, AHEAD=False, OVERLAP=consumers < 3, OUT_IN_Q=False,
-        PREFETCH=False, OPERAND=None, SUB=1,
+        Q_KEPT=0, REST=0, NAMED=False, BY_LANE=False, LATE=False, AHEAD=False, PACKED=False,
+        OVERLAP=consumers < 3, OUT_IN_Q=False, PREFETCH=False, OPERAND=None, SUB=1,
         HAS_LISTS=True, APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True,
         HAS_TAIL=False, MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1,
         COLUMN0="int32", BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
@@ -54,7 +54,33 @@ FORMS = {
     "keys ahead, no columns": form(Q_KEPT=1, Q_STAGES=1, NUM_COLUMNS=0, AHEAD=True),
     "keys ahead, apart": form(APART=True, Q_KEPT=1, Q_STAGES=1, AHEAD=True),
     "keys ahead, no mask": form(AHEAD=True, **PLAIN),
+    "packed, three consumers": form(3, OVERLAP=True, AHEAD=True, PACKED=True),
+    "packed, three, no columns": form(3, OVERLAP=True, AHEAD=True, PACKED=True, NUM_COLUMNS=0),
+    "packed, three, no mask": form(3, OVERLAP=True, AHEAD=True, PACKED=True, **PLAIN),
+    "cut": form(Q_KEPT=1, Q_STAGES=1, AHEAD=True, PACKED=True, REST=32, NUM_COLUMNS=0),
+    "cut, no mask": form(Q_KEPT=1, Q_STAGES=1, AHEAD=True, PACKED=True, REST=32, **PLAIN),
     "short rows, no columns": form(1, Q_KEPT=1, Q_STAGES=1, NUM_COLUMNS=0),
+    "named": form(NAMED=True),
+    "named, three consumers": form(3, NAMED=True),
+    "named, apart": form(APART=True, NAMED=True),
+    "named, no mask": form(NAMED=True, **PLAIN),
+    "named, no columns": form(Q_KEPT=1, Q_STAGES=1, NUM_COLUMNS=0, AHEAD=True, NAMED=True),
+    "named, short rows": form(1, Q_KEPT=1, Q_STAGES=1, NAMED=True),
+    "named, one consumer": form(1, OUT_IN_Q=True, NAMED=True, NUM_COLUMNS=0),
+    "named, in turn": form(1, OVERLAP=False, NAMED=True),
+    "named, panels": form(
+        PANELS=3, NUM_COLUMNS=0, Q_KEPT=3, Q_STAGES=1, LATE=True, AHEAD=True, NAMED=True
+    ),
+    "named, panels, no mask": form(
+        PANELS=3, Q_KEPT=3, Q_STAGES=1, LATE=True, AHEAD=True, NAMED=True, **PLAIN
+    ),
+    "named, panels, columns": form(PANELS=3, OUT_IN_Q=True, NAMED=True),
+    "named, one tile, keys ahead": form(
+        NUM_COLUMNS=0, Q_STAGES=1, OUT_IN_Q=True, LATE=True, AHEAD=True, NAMED=True
+    ),
+    "named, one tile": form(Q_STAGES=1, OUT_IN_Q=True, NAMED=True),
+    "named, prefetch": form(Q_STAGES=1, OUT_IN_Q=True, PREFETCH=True, NAMED=True),
+    "named, packed, three": form(3, OVERLAP=True, AHEAD=True, PACKED=True, NAMED=True),
     "prefetch": form(PREFETCH=True),
     "prefetch, three consumers": form(3, PREFETCH=True),
     "prefetch, no mask": form(PREFETCH=True, **PLAIN | {"NEEDS_KEYS": True}),
@@ -129,9 +155,9 @@ def late_values(names: dict[str, Any]) -> dict[str, Any]:
 
 def keys_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
     def scores(q, mem, slot, *rest):
-        return names["_scores"](q, mem, slot ^ 1, *rest)
+        return names["scores"](q, mem, slot ^ 1, *rest)
 
-    return {"_scores": scores}
+    return {"scores": scores}
 
 
 def pieces_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +175,7 @@ def queries_given_back_first(names: dict[str, Any]) -> dict[str, Any]:
     def queries(mem, at, L, cfg):
         return at, tuple(mem.q.index(at + i) for i in range(cfg.Q_KEPT))
 
-    return {"_queries": queries}
+    return {"take_queries": queries}
 
 
 def barriers_for_nobody(names: dict[str, Any]) -> dict[str, Any]:
@@ -172,6 +198,26 @@ def no_barriers_for_columns(names: dict[str, Any]) -> dict[str, Any]:
     return {"allocate": allocate}
 
 
+def keys_left_early(names: dict[str, Any]) -> dict[str, Any]:
+    """Keys are given back before their product is done."""
+
+    def scores(q, mem, slot, L, cfg):
+        found = names["scores"](q, mem, slot, L, cfg)
+        names["bi"].signal(slot + 8, names["readers"](cfg))
+        return found
+
+    def leave(empty, slot, first, cfg):
+        if first != 8:
+            names["leave"](empty, slot, first, cfg)
+
+    return {"scores": scores, "leave": leave, "leave_if": lambda live, *rest: leave(*rest)}
+
+
+def readers_forgotten(names: dict[str, Any]) -> dict[str, Any]:
+    """The warp of columns is not waited for, and passes in another's place."""
+    return {"readers": lambda cfg: names["readers"](cfg) - 32}
+
+
 @pytest.mark.parametrize(
     ("cfg", "mistake", "said"),
     [
@@ -183,6 +229,8 @@ def no_barriers_for_columns(names: dict[str, Any]) -> dict[str, Any]:
         (form(), fewer_bytes, "every warp waits"),
         (form(), late_values, "used|copied over|more often"),
         (form(), keys_of_the_step_before, "used|copied over"),
+        (form(NUM_COLUMNS=0, NAMED=True), keys_left_early, "used|copied over|passed twice"),
+        (form(NAMED=True), readers_forgotten, "passed twice|more often|copied over|every warp"),
     ],
 )
 def test_planted_mistakes_are_found(

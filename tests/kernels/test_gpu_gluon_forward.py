@@ -71,7 +71,7 @@ LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 1000), (1000, 1
 LENGTHS += [(192, 384), (193, 129), (384, 256)]
 
 
-@pytest.mark.parametrize("D", [64, 128, 192, 256])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mod", ["plain", "sliding_window"])
 def test_lengths(mod: str, D: int) -> None:
     """Two kernels, with and without a last tile of keys that overhangs; all lengths share them."""
@@ -89,7 +89,7 @@ def test_block_sizes(mod: str, block_size: int | tuple[int, int]) -> None:
     check(Case(mod, replace(SIZES, Q_LEN=700, KV_LEN=900), BF16, block_size=block_size))
 
 
-@pytest.mark.parametrize("D", [128, 192, 256])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mod", ["left_padding", "nothing", "every_second_row"])
 def test_rows_without_keys(mod: str, D: int) -> None:
     check(Case(mod, replace(SIZES, D=D, Dv=D), BF16))
@@ -116,9 +116,9 @@ def test_large_scores(mod: str) -> None:
         check(Case(mod, SIZES, dtype, magnitude=30.0))
 
 
-# 128: queries in registers; 192: weights up to 2**8, where the output waits to be multiplied; 256:
-# it is multiplied a step later
-FORMS = [(128, 128), (160, 136), (192, 192), (256, 256)]
+# 64 and 96: packed weights; 96 to 192: queries in registers; 192 and 256: the output is multiplied
+# a step later
+FORMS = [(64, 64), (96, 72), (72, 96), (128, 128), (160, 136), (192, 192), (256, 256)]
 
 
 @pytest.mark.parametrize(("D", "Dv"), FORMS)

@@ -90,6 +90,42 @@ def unknown(x):
     )
 
 
+@gluon.constexpr_function
+def _named(what, threads):
+    return f"bar.{what} $1, {threads}; mov.b32 $0, 0;"
+
+
+@gluon.constexpr_function
+def _named_if(what, threads):
+    live = ".reg .pred live; setp.ne.b32 live, $2, 0;"
+    return "{ " + live + f" @live bar.{what} $1, {threads}; mov.b32 $0, 0; " + "}"
+
+
+@gluon.jit
+def signal(number, threads: gl.constexpr):
+    """The threads of a partition pass a named barrier of the program, and go on. Each warp does so
+    for itself; whoever meets there once `threads` have passed sees what they did before."""
+    TEXT: gl.constexpr = _named("arrive", threads)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def signal_if(live, number, threads: gl.constexpr):
+    TEXT: gl.constexpr = _named_if("arrive", threads)
+    args: gl.constexpr = "=r,r,r"
+    live = live.to(gl.int32)
+    gl.inline_asm_elementwise(TEXT, args, [number, live], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def meet_if(live, number, threads: gl.constexpr):
+    """A warp of its own waits at a named barrier until `threads` have passed, its own included."""
+    TEXT: gl.constexpr = _named_if("sync", threads)
+    args: gl.constexpr = "=r,r,r"
+    live = live.to(gl.int32)
+    gl.inline_asm_elementwise(TEXT, args, [number, live], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def exp2_fast(x):
     """2**x; results below 2**-126 are 0."""

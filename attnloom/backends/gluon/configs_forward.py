@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ROWS = 64  # queries of a consumer
+_NAMED = 4  # barriers of a ring (rings.py)
 PANEL = 64
 _WIDTHS = (64, 128, 256)
 _PANELLED = range(2 * PANEL + 1, 3 * PANEL + 1)
+_CUT = range(PANEL + 1, PANEL + PANEL // 2 + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,13 @@ class Form:
         said there; prefetch: a step ahead, into registers.
     q_kept: panels of the queries that stay in registers, all or none; all of them: the next tile's
         are loaded at once, also over a single tile of queries.
-    slack: the largest power of two that a weight may be before the output is multiplied, which
-        warps whose rows all wait leave out; 0: results are the same bits; None: in every step.
+    lazy: warps multiply no output whose rows have not grown; the same bits.
     late: the output is multiplied under the next step's product q . k^T.
     ahead: a step waits for the next one's keys between its exponentials and its product p . v.
     by_lane: sums of weights stay apart in the four lanes of a row until a tile's end.
+    packed: a step hands on its weights as pairs in a register, made once its product p . v is done.
+    cut: the product q . k^T takes 64 columns of a tile of 128, and of the others those that D uses.
+    named: slots of keys and values are given back by named barriers (rings.py).
     programs: on a processor, which then divide its registers and its shared memory.
     """
 
@@ -44,16 +48,21 @@ class Form:
     lines: bool = False
     prefetch: bool = False
     q_kept: int = 0
-    slack: float | None = None
+    lazy: bool = False
     late: bool = False
     ahead: bool = False
     by_lane: bool = False
+    packed: bool = False
+    cut: bool = False
+    named: bool = False
     programs: int = 1
 
     def __post_init__(self) -> None:
         assert self.panels in (1, 3) and self.q_kept in (0, self.panels)
-        assert self.overlap or not (self.late or self.ahead)
+        assert self.overlap or not (self.late or self.ahead or self.packed)
+        assert not self.cut or (self.panels, self.q_kept) == (1, 1)
         assert self.pieces or not (self.lines or self.prefetch)
+        assert not self.named or self.stages <= _NAMED
 
     @property
     def tile_m(self) -> int:
@@ -62,6 +71,10 @@ class Form:
     def is_apart(self, q_block: int) -> bool:
         """Whether rows of a tile may lie in several blocks of a mask."""
         return q_block % self.tile_m != 0
+
+    def rest(self, head_dim: int) -> int:
+        """Columns past the first panel that q . k^T takes if it is cut, 16 at a time; else 0."""
+        return -(-(head_dim - PANEL) // 16) * 16 if self.cut else 0
 
     def columns(self, head_dim: int) -> int:
         """Of a tile in shared memory that holds a head dimension, or a panel of it."""
@@ -79,55 +92,83 @@ def covered(head_dim: int, other_dim: int) -> int:
     return 3 * PANEL if both else width_of(head_dim)
 
 
-# The larger of D and Dv as covered -> forms, best first.
+# The larger of D and Dv as covered -> forms, best first. Named, H200, causal: soft cap at D=128
+# 1.010 of the speed before, ALiBi 1.031.
 _FORMS: dict[int, tuple[Form, ...]] = {
     64: (
         Form(3, 128, 2, 2, False, False, 160, 32, (152, 56)),
         Form(2, 128, 2, 2, True, False, 240, 24, (232, 40)),
     ),
     128: (
-        Form(2, 128, 2, 2, True, False, 240, 24, (232, 40)),
-        Form(2, 128, 2, 1, True, True, 240, 24, (232, 40)),
+        Form(2, 128, 2, 2, True, False, 240, 24, (232, 40), named=True),
+        Form(2, 128, 2, 1, True, True, 240, 24, (232, 40), named=True),
     ),
-    192: (Form(2, 64, 2, 2, True, True, 240, 24, (232, 40), panels=3),),
+    192: (Form(2, 64, 2, 2, True, True, 240, 24, (232, 40), panels=3, named=True),),
     256: (
-        Form(2, 64, 2, 1, True, True, 240, 24, (232, 40)),
-        Form(2, 64, 2, 1, True, False, 240, 24, (232, 40)),
+        Form(2, 64, 2, 1, True, True, 240, 24, (232, 40), named=True),
+        Form(2, 64, 2, 1, True, False, 240, 24, (232, 40), named=True),
     ),
 }
-# The same, tried before those, where there is no score_mod and the mask looks up nothing. H200,
-# causal and full, ms: D=128 1.602 -> 1.591 and 2.969 -> 2.948, D=192 2.532 -> 2.382 and 5.298 ->
-# 4.518, D=256 3.190 -> 3.103 and 5.593 -> 5.521.
+# The same, tried before those, where there is no score_mod and the mask looks up nothing;
+# _UP_TO_96: D and Dv of 65 to 96. H200, causal and full, of FA4's speed: D=64 0.903 -> 0.948 and
+# 0.929 -> 0.978, where named barriers gained nothing; D=96 0.835 -> 0.894 and 0.817 -> 0.855; D=128
+# full 1.019; of cuDNN's D=192 1.012 and 1.037.
+_UP_TO_96 = 96
 _PLAIN: dict[int, tuple[Form, ...]] = {
-    128: (Form(2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1),),
-    192: (
+    64: (
         Form(
-            2, 64, 2, 1, True, False, 240, 24, (232, 40), panels=3, q_kept=3, slack=8.0, late=True,
-            by_lane=True,
+            3, 128, 2, 2, True, False, 160, 32, (152, 56), lazy=True, ahead=True, by_lane=True,
+            packed=True,
         ),
     ),
-    256: (Form(2, 64, 2, 1, True, True, 240, 24, (232, 40), slack=0.0, late=True, by_lane=True),),
-}  # fmt: skip
-# In place of those where a mask has blocks. H200, causal, ms: D=128 1.838 -> 1.796,
-# S=2048 0.525 -> 0.520, four query heads a key head 3.612 -> 3.517; without a mask it loses.
-_PLAIN_MASKED: dict[int, tuple[Form, ...]] = {
+    _UP_TO_96: (
+        Form(
+            2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1, lazy=True, ahead=True,
+            by_lane=True, packed=True, cut=True,
+        ),
+    ),
     128: (
-        Form(2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1, ahead=True, by_lane=True),
+        Form(2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1, by_lane=True, named=True),
+    ),
+    192: (
+        Form(
+            2, 64, 2, 1, True, False, 240, 24, (232, 40), panels=3, q_kept=3, lazy=True, late=True,
+            ahead=True, by_lane=True, named=True,
+        ),
+    ),
+    256: (
+        Form(
+            2, 64, 2, 1, True, True, 240, 24, (232, 40), lazy=True, late=True, by_lane=True,
+            named=True,
+        ),
     ),
 }  # fmt: skip
+# In place of those where a mask has blocks: keys waited for ahead, which loses without one. H200,
+# causal, of FA4's speed: D=128 0.968 -> 0.991 with sums a lane, before named barriers.
+_PLAIN_MASKED: dict[int, tuple[Form, ...]] = {
+    widest: tuple(replace(form, ahead=True) for form in _PLAIN[widest]) for widest in (128, 256)
+}
 # The same for blocks of short_rows.py. H200, 12 documents, S=2048 and 8,192, ms: D=64 0.222 ->
-# 0.112 and 0.315 -> 0.199, D=128 0.204 -> 0.158 and 0.333 -> 0.268.
+# 0.112 and 0.315 -> 0.199, D=128 0.204 -> 0.158 and 0.333 -> 0.268; named 1.014.
 _OF_SHORT_ROWS: dict[int, tuple[Form, ...]] = {
     64: (Form(1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, programs=2),),
-    128: (Form(1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, by_lane=True, programs=2),),
-}
+    128: (
+        Form(
+            1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, by_lane=True, named=True,
+            programs=2,
+        ),
+    ),
+}  # fmt: skip
 # The same where a score_mod looks up elements of single scores.
 _IN_PIECES: dict[int, tuple[Form, ...]] = {
     64: (Form(2, 128, 2, 2, True, False, 240, 24, (232, 40), pieces=True),),
     128: (
-        Form(2, 128, 2, 1, True, True, 240, 24, (232, 40), pieces=True, lines=True, prefetch=True),
+        Form(
+            2, 128, 2, 1, True, True, 240, 24, (232, 40), pieces=True, lines=True, prefetch=True,
+            named=True,
+        ),
     ),
-}
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -146,7 +187,8 @@ def forms(
     found = (_IN_PIECES if pieces else _FORMS).get(widest, ())
     if plain:
         own = _PLAIN if kv_block is None else _PLAIN | _PLAIN_MASKED
-        found = (*own.get(widest, ()), *found)
+        place = _UP_TO_96 if head_dim in _CUT and value_dim in _CUT else widest
+        found = (*own.get(place, ()), *found)
     return tuple(
         form
         for form in found

@@ -38,6 +38,7 @@ class ForwardSm90Config(Sm90Config):
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
     PANELS: as many tiles of D or DV columns cover a head dimension.
+    REST: columns past the first PANEL that q . k^T takes; 0: all. NAMED: see rings.py.
     """
 
     CONSUMERS: int
@@ -48,9 +49,11 @@ class ForwardSm90Config(Sm90Config):
     LATE: bool
     AHEAD: bool
     LAZY: bool
-    SLACK: float
     BY_LANE: bool
     OVERLAP: bool
+    NAMED: bool
+    PACKED: bool
+    REST: int
     OUT_IN_Q: bool
     APART: bool
     NEEDS_KEYS: bool
@@ -121,9 +124,11 @@ def config_of(
         BY_LANE=form.by_lane,
         LATE=form.late,
         AHEAD=form.ahead,
-        LAZY=form.slack is not None,
-        SLACK=0.0 if want_max_scores or form.slack is None else form.slack,
+        LAZY=form.lazy,
         OVERLAP=form.overlap,
+        NAMED=form.named,
+        PACKED=form.packed,
+        REST=form.rest(query.size(3)),
         OUT_IN_Q=form.out_in_q,
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],

@@ -11,7 +11,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnloom.backends.gluon.forward_shared import all_full, key_tile, take_job
-from attnloom.backends.gluon.rings import get, phase_of, slot_of
+from attnloom.backends.gluon.rings import (
+    KEYS_LEFT,
+    VALUES_LEFT,
+    get,
+    leave,
+    phase_of,
+    slot_of,
+    wait_left,
+)
 
 
 @gluon.jit
@@ -30,7 +38,7 @@ def write_columns(mem, heads, kv_offset, mask_args, cfg: gl.constexpr):
             mbarrier.wait(mem.tag_full.index(slot), phase_of(n, cfg))
             tag = get(mem.tags.index(slot))
             # what was there is read until the step that it belonged to is over
-            mbarrier.wait(mem.v_empty.index(slot), phase_of(n, cfg) ^ 1)
+            wait_left(mem.v_empty, n, VALUES_LEFT, cfg)
             if not all_full(tag, cfg):
                 keys = key_tile(tag, cfg) * N + gl.arange(0, N, LAYOUT) + kv_offset
                 values = cfg.MASK_COLUMN(mask_args, head, b, h, keys)
@@ -40,8 +48,9 @@ def write_columns(mem, heads, kv_offset, mask_args, cfg: gl.constexpr):
             mbarrier.arrive(mem.column_full.index(slot))
             # Both rings wait for this warp: consumers ask for columns in partial blocks alone, so
             # that they could be two phases of a barrier ahead of it, which is no phase at all.
-            mbarrier.arrive(mem.k_empty.index(slot))
-            mbarrier.arrive(mem.v_empty.index(slot))
+            leave(mem.k_empty, slot, KEYS_LEFT, cfg)
+            if not cfg.NAMED:
+                mbarrier.arrive(mem.v_empty.index(slot))
             n += 1
         num_tiles += 1
         tile, unit, steps = take_job(mem, num_tiles)

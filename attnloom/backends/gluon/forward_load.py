@@ -20,16 +20,23 @@ from attnloom.backends.gluon.forward_shared import (
     query_phase,
     query_slot,
 )
-from attnloom.backends.gluon.rings import box, phase_of, put, slot_of
+from attnloom.backends.gluon.rings import (
+    KEYS_LEFT,
+    VALUES_LEFT,
+    box,
+    put,
+    slot_of,
+    wait_left,
+)
 
 
 @gluon.jit
 def _load_step(k_desc, v_desc, mem, b, h, tag, n, cfg: gl.constexpr):
     N: gl.constexpr = cfg.TILE_N
-    slot, phase = slot_of(n, cfg), phase_of(n, cfg) ^ 1
+    slot = slot_of(n, cfg)
     row = key_tile(tag, cfg) * N
     full = mem.k_full.index(slot)
-    mbarrier.wait(mem.k_empty.index(slot), phase)
+    wait_left(mem.k_empty, n, KEYS_LEFT, cfg)
     if cfg.NEEDS_KEYS:
         put(mem.tags.index(slot), tag)
     if cfg.NUM_COLUMNS > 0:
@@ -39,7 +46,7 @@ def _load_step(k_desc, v_desc, mem, b, h, tag, n, cfg: gl.constexpr):
         k_box = box(mem.k.index(slot * cfg.PANELS + i), N, cfg.D, cfg)
         bi.async_load(k_desc, [b, h, row, i * cfg.D], full, k_box)
     full = mem.v_full.index(slot)
-    mbarrier.wait(mem.v_empty.index(slot), phase)
+    wait_left(mem.v_empty, n, VALUES_LEFT, cfg)
     mbarrier.expect(full, N * cfg.DV * 2 * cfg.PANELS)
     for i in gl.static_range(cfg.PANELS):
         v_box = box(mem.v.index(slot * cfg.PANELS + i), N, cfg.DV, cfg)

@@ -137,8 +137,6 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
     if cfg.HAS_BIAS:
         highest = highest + bias
     m_new = gl.maximum(m_i, highest)
-    if cfg.SLACK > 0:
-        m_new = gl.where((m_new - m_i) * base > cfg.SLACK, m_new, m_i)
     top = m_new
     if cfg.MAY_MASK or cfg.HAS_SCORE:
         # a row without a key so far would give exp2(-inf + inf)
@@ -226,3 +224,36 @@ def log_sums(m_i, l_i, base):
     """(lse, maxima), natural units; -inf for rows without keys."""
     natural = m_i * (base * LN_2)
     return gl.where(l_i == 0, float("-inf"), natural + gl.log(l_i)), natural
+
+
+_PAIR = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_PAIR_OF_HALVES = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+
+
+@gluon.jit
+def carried(weights, OUT: gl.constexpr, cfg: gl.constexpr):
+    """Weights as the loop hands them to its next step. PACKED: pairs of columns in one register;
+    as single 16-bit values they would be put together once more there (32 PRMT a step, D = 64)."""
+    if cfg.PACKED:
+        M: gl.constexpr = weights.shape[0]
+        N: gl.constexpr = weights.shape[1]
+        left, right = weights.reshape([M, N // 2, 2]).split()
+        HOW: gl.constexpr = _PAIR if gl.bfloat16 == cfg.OPERAND else _PAIR_OF_HALVES
+        return gl.inline_asm_elementwise(
+            HOW, "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+
+
+@gluon.jit
+def operand(p, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
+    """The same as p . v takes them."""
+    if cfg.PACKED:
+        left = p.to(gl.int16).to(cfg.OPERAND, bitcast=True)
+        right = (p >> 16).to(gl.int16).to(cfg.OPERAND, bitcast=True)
+        whole = gl.join(left, right).reshape([ROWS, cfg.TILE_N])
+        whole = gl.convert_layout(whole, L, assert_trivial=True)
+        return gl.convert_layout(whole, gl.DotOperandLayout(0, OUT, 2))
+    else:
+        return p

@@ -17,6 +17,7 @@ from triton.language.core import _aggregate as aggregate
 from attnloom.backends.gluon import configs_forward, merged_lists
 
 ROWS = gl.constexpr(configs_forward.ROWS)  # queries of a consumer
+PANEL = gl.constexpr(configs_forward.PANEL)
 FLAG_BITS = gl.constexpr(merged_lists.FLAG_BITS)
 ALL_FULL = gl.constexpr(0b101010)  # flags of a step that three consumers keep all of, APART
 
@@ -91,6 +92,14 @@ def allocate(cfg: gl.constexpr):
         column0 = gl.allocate_shared_memory(cfg.COLUMN0, [S, cfg.TILE_N], SCALARS)
     if cfg.NUM_COLUMNS > 1:
         column1 = gl.allocate_shared_memory(cfg.COLUMN1, [S, cfg.TILE_N], SCALARS)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS)
+    k_full = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+    v_full = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+    k_empty, v_empty = k_full, v_full
+    if not cfg.NAMED:
+        k_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+        v_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
     mem = Shared(
         q,
         gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.D], TILES),
@@ -102,12 +111,12 @@ def allocate(cfg: gl.constexpr):
         column1,
         tag_full,
         column_full,
-        gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        q_full,
+        q_empty,
+        k_full,
+        k_empty,
+        v_full,
+        v_empty,
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
     )
@@ -119,12 +128,13 @@ def allocate(cfg: gl.constexpr):
         mbarrier.init(mem.job_empty.index(i), count=READERS)
     for i in gl.static_range(S):
         mbarrier.init(mem.k_full.index(i), count=1)
-        mbarrier.init(mem.k_empty.index(i), count=READERS)
+        if not cfg.NAMED:
+            mbarrier.init(mem.k_empty.index(i), count=READERS)
+            mbarrier.init(mem.v_empty.index(i), count=READERS)
         if cfg.NUM_COLUMNS > 0:
             mbarrier.init(mem.tag_full.index(i), count=1)
             mbarrier.init(mem.column_full.index(i), count=1)
         mbarrier.init(mem.v_full.index(i), count=1)
-        mbarrier.init(mem.v_empty.index(i), count=READERS)
     fence_async_shared()
     return mem
 

@@ -10,7 +10,8 @@ follow each other, and the consumers fill each other's gaps; for tiles whose sco
 no registers for a second p.
 
 Heads of 129 to 192 may lie in three PANELS of 64 columns, where a tile of a power of two would have
-256: as many products of a step, each a group of its own to wait for, and as many accumulators.
+256: as many products of a step, each a group of its own to wait for, and as many accumulators. Of
+a tile of 128, q . k^T may leave out columns that heads of 65 to 96 do not use (REST).
 
 AHEAD: nothing in PTX ties the exponentials of a step to the wait for its product p . v, and ptxas
 puts them after that wait, so that nothing runs while it is computed. The end of a basic block stops
@@ -32,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -40,6 +40,7 @@ from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.forward_columns import write_columns
 from attnloom.backends.gluon.forward_load import load_tiles
 from attnloom.backends.gluon.forward_math import (
+    carried,
     caught_up,
     columns,
     contexts,
@@ -50,11 +51,13 @@ from attnloom.backends.gluon.forward_math import (
     masked,
     modified,
     only_if,
+    operand,
     rescaled,
     row_bias,
     row_sums,
     softmax_step,
 )
+from attnloom.backends.gluon.forward_products import add_output, finished, scores, take_queries
 from attnloom.backends.gluon.forward_shared import (
     ALL_FULL,
     ROWS,
@@ -64,67 +67,17 @@ from attnloom.backends.gluon.forward_shared import (
     query_slot,
     take_job,
 )
-from attnloom.backends.gluon.rings import box, get, phase_of, slot_of
+from attnloom.backends.gluon.rings import (
+    KEYS_LEFT,
+    VALUES_LEFT,
+    box,
+    get,
+    leave,
+    leave_if,
+    phase_of,
+    slot_of,
+)
 from attnloom.backends.triton.device_math import whole32
-
-
-@gluon.jit
-def _queries(mem, at, L: gl.constexpr, cfg: gl.constexpr):
-    """(where the first panel of a tile lies, the first Q_KEPT panels in registers)."""
-    KEPT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    if cfg.Q_KEPT == 3:
-        left = mem.q.index(at).load(KEPT)
-        middle = mem.q.index(at + 1).load(KEPT)
-        return at, (left, middle, mem.q.index(at + 2).load(KEPT))
-    elif cfg.Q_KEPT == 1:
-        return at, (mem.q.index(at).load(KEPT),)
-    else:
-        return at, 0
-
-
-@gluon.jit
-def _panel(q, mem, i: gl.constexpr, cfg: gl.constexpr):
-    """Panel i of the queries, from where it is multiplied."""
-    if i < cfg.Q_KEPT:
-        return q[1][i]
-    else:
-        return mem.q.index(q[0] + i)
-
-
-@gluon.jit
-def _scores(q, mem, slot, L: gl.constexpr, cfg: gl.constexpr):
-    """q . k^T of a step, PANELS products in flight. q: see `_queries`."""
-    zeros = gl.zeros([ROWS, cfg.TILE_N], gl.float32, L)
-    k = mem.k.index(slot * cfg.PANELS).permute((1, 0))
-    s = warpgroup_mma(_panel(q, mem, 0, cfg), k, zeros, use_acc=False, is_async=True)
-    for i in gl.static_range(1, cfg.PANELS):
-        k = mem.k.index(slot * cfg.PANELS + i).permute((1, 0))
-        s = warpgroup_mma(_panel(q, mem, i, cfg), k, s, is_async=True)
-    return s
-
-
-@gluon.jit
-def _add_output(p, mem, slot, acc, cfg: gl.constexpr):
-    """acc + p . v of a step, PANELS products in flight."""
-    if cfg.PANELS == 3:
-        left, middle, right = acc
-        left = warpgroup_mma(p, mem.v.index(slot * 3), left, is_async=True)
-        middle = warpgroup_mma(p, mem.v.index(slot * 3 + 1), middle, is_async=True)
-        right = warpgroup_mma(p, mem.v.index(slot * 3 + 2), right, is_async=True)
-        return left, middle, right
-    else:
-        return warpgroup_mma(p, mem.v.index(slot), acc, is_async=True)
-
-
-@gluon.jit
-def _finished(acc, p, cfg: gl.constexpr):
-    """The output, and p, once all products are done."""
-    if cfg.PANELS == 3:
-        left, middle, right, p = warpgroup_mma_wait(0, [acc[0], acc[1], acc[2], p])
-        return (left, middle, right), p
-    else:
-        acc, p = warpgroup_mma_wait(0, [acc, p])
-        return acc, p
 
 
 @gluon.jit
@@ -192,21 +145,25 @@ def _overlapped_step(
     slot, last = slot_of(n, cfg), slot_of(n - 1, cfg)
     if not cfg.AHEAD:
         mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
-    s = _scores(q, mem, slot, L, cfg)
+    p = operand(p, L, OUT, cfg)
+    s = scores(q, mem, slot, L, cfg)
     if cfg.LATE:
         acc = caught_up(acc, state[3], OUT, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg))
-    acc = _add_output(p, mem, last, acc, cfg)
+    acc = add_output(p, mem, last, acc, cfg)
     prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
     s = warpgroup_mma_wait(cfg.PANELS, [s])
-    mbarrier.arrive(mem.k_empty.index(slot))
+    leave(mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = _weights(
         s, mem, n, more, prepared, context, state, at, consumer, L, cfg
     )
-    following = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+    if not cfg.PACKED:
+        following = carried(weights, OUT, cfg)
     _wait_ahead(mem, n + 1, more, cfg)
-    acc, p = _finished(acc, p, cfg)
-    mbarrier.arrive(mem.v_empty.index(last))
+    acc, p = finished(acc, p, cfg)
+    if cfg.PACKED:  # into the registers of the last ones
+        following = carried(weights, OUT, cfg)
+    leave(mem.v_empty, last, VALUES_LEFT, cfg)
     if not cfg.LATE:
         acc = caught_up(acc, alpha, OUT, cfg)
     return acc, following, m_i, l_i, pieces, alpha
@@ -224,15 +181,15 @@ def _overlapped_tile(
     slot = slot_of(n, cfg)
     # without a step this multiplies what lies there, which nobody uses
     mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg), pred=live)
-    s = _scores(q, mem, slot, L, cfg)
+    s = scores(q, mem, slot, L, cfg)
     pieces = _look_up_ahead(mem, n, live, context, cfg)
     prepared = _prepare(mem, slot, live, context, pieces, L, cfg)
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(mem.k_empty.index(slot), pred=live)
+    leave_if(live, mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = _weights(
         s, mem, n, steps > 1, prepared, context, (m_i, l_i), at, consumer, L, cfg
     )
-    p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+    p = carried(weights, OUT, cfg)
     _wait_ahead(mem, n + 1, steps > 1, cfg)
     if cfg.MAY_BE_EMPTY:
         n += live.to(gl.int32)
@@ -248,8 +205,9 @@ def _overlapped_tile(
         acc = caught_up(acc, alpha, OUT, cfg)
     last = slot_of(n - 1, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg), pred=live)
-    acc, p = _finished(_add_output(p, mem, last, acc, cfg), p, cfg)
-    mbarrier.arrive(mem.v_empty.index(last), pred=live)
+    p = operand(p, L, OUT, cfg)
+    acc, p = finished(add_output(p, mem, last, acc, cfg), p, cfg)
+    leave_if(live, mem.v_empty, last, VALUES_LEFT, cfg)
     if cfg.MAY_BE_EMPTY:
         acc = only_if(live, acc, cfg)
         m_i = gl.where(live, m_i, float("-inf"))
@@ -267,18 +225,18 @@ def _plain_tile(
     for i in range(0, steps):
         slot, phase = slot_of(n, cfg), phase_of(n, cfg)
         mbarrier.wait(mem.k_full.index(slot), phase)
-        s = _scores(q, mem, slot, L, cfg)
+        s = scores(q, mem, slot, L, cfg)
         prepared = _prepare(mem, slot, True, context, pieces, L, cfg)
         s = warpgroup_mma_wait(0, [s])
-        mbarrier.arrive(mem.k_empty.index(slot))
+        leave(mem.k_empty, slot, KEYS_LEFT, cfg)
         weights, m_i, l_i, alpha, pieces = _weights(
             s, mem, n, i + 1 < steps, prepared, context, (m_i, l_i), at, consumer, L, cfg
         )
         p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
         acc = caught_up(acc, alpha, OUT, cfg)
         mbarrier.wait(mem.v_full.index(slot), phase)
-        acc, p = _finished(_add_output(p, mem, slot, acc, cfg), p, cfg)
-        mbarrier.arrive(mem.v_empty.index(slot))
+        acc, p = finished(add_output(p, mem, slot, acc, cfg), p, cfg)
+        leave(mem.v_empty, slot, VALUES_LEFT, cfg)
         n += 1
     return acc, m_i, l_i, n
 
@@ -341,7 +299,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         slot = query_slot(num_tiles, consumer, cfg)
         mbarrier.wait(mem.q_full.index(slot), query_phase(num_tiles, cfg))
         first = slot * cfg.PANELS
-        q = _queries(mem, first, L, cfg)
+        q = take_queries(mem, first, L, cfg)
         if cfg.Q_KEPT == cfg.PANELS and not cfg.OUT_IN_Q:
             mbarrier.arrive(mem.q_empty.index(slot))
         if cfg.OVERLAP:

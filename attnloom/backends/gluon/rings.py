@@ -3,12 +3,24 @@
 The n-th step or tile of a warp takes slot n & (STAGES - 1); the phase of its barriers is the parity
 of how often that slot was used before. Whoever fills a slot waits for its barrier "empty" in the
 phase before, whoever empties it for "full" in the phase itself.
+
+NAMED: slots of keys and values have named barriers in place of "empty". Triton has all warps of a
+partition meet before one lane arrives at an mbarrier; a named one each warp passes for itself, once
+its own products are done. What is copied there next needs no fence: products alone read keys and
+values, by the way that copies write them (the async proxy), and a warp waits for its products
+before it passes; a named barrier orders what was done before it for whoever meets there. Nobody
+passes one for a slot again before it is full again, which takes all that have to pass.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnloom.backends.gluon import builtins as bi
+
+# Of 16 named barriers of a program; Triton takes the first ones, up to one more than partitions.
+KEYS_LEFT = gl.constexpr(8)
+VALUES_LEFT = gl.constexpr(12)
 
 
 @gluon.jit
@@ -19,6 +31,45 @@ def slot_of(n, cfg: gl.constexpr):
 @gluon.jit
 def phase_of(n, cfg: gl.constexpr):
     return (n >> cfg.LOG_STAGES) & 1
+
+
+@gluon.constexpr_function
+def readers(cfg):
+    """Threads that come by the barrier of a slot of keys or values that is given back: those of
+    the consumers, of the producer and of the warp of columns."""
+    return 128 * int(cfg.CONSUMERS) + (64 if int(cfg.NUM_COLUMNS) > 0 else 32)
+
+
+@gluon.jit
+def leave(empty, slot, FIRST: gl.constexpr, cfg: gl.constexpr):
+    """A consumer is done with a slot of keys or values. empty: its ring's barriers; NAMED: FIRST
+    .. FIRST + STAGES - 1."""
+    if cfg.NAMED:
+        bi.signal(slot + FIRST, readers(cfg))
+    else:
+        mbarrier.arrive(empty.index(slot))
+
+
+@gluon.jit
+def leave_if(live, empty, slot, FIRST: gl.constexpr, cfg: gl.constexpr):
+    """The same, if it has a slot."""
+    if cfg.NAMED:
+        if cfg.MAY_BE_EMPTY:
+            bi.signal_if(live, slot + FIRST, readers(cfg))
+        else:
+            bi.signal(slot + FIRST, readers(cfg))
+    else:
+        mbarrier.arrive(empty.index(slot), pred=live)
+
+
+@gluon.jit
+def wait_left(empty, n, FIRST: gl.constexpr, cfg: gl.constexpr):
+    """Until all are done with what was in the slot of step n before."""
+    slot = slot_of(n, cfg)
+    if cfg.NAMED:
+        bi.meet_if(n >= cfg.STAGES, slot + FIRST, readers(cfg))
+    else:
+        mbarrier.wait(empty.index(slot), phase_of(n, cfg) ^ 1)
 
 
 @gluon.jit
