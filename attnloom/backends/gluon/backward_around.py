@@ -71,21 +71,24 @@ def _clear_dead(dq, rows, place, cfg: tl.constexpr):
 
 @triton.jit(do_not_specialize=["shape"])
 def finish_kernel(dq_sum, dq, scale, shape, cfg: tl.constexpr):
-    """One tile of one head. dq: contiguous [B, Hq, Q_LEN, D]. shape as prepare_kernel's."""
+    """COLUMNS of one tile of one head, last tiles first: the cache may hold them still. dq:
+    contiguous [B, Hq, Q_LEN, D]. shape as prepare_kernel's."""
     q_len, pitch = whole32(shape, 3), whole32(shape, 6)
     M: tl.constexpr = cfg.TILE_M
+    C: tl.constexpr = cfg.COLUMNS
+    PARTS: tl.constexpr = cfg.WIDTH // C
     tiles = pitch // M
-    pid = tl.program_id(0)
-    bh, row = pid // tiles, (pid % tiles) * M
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile, first = pid // PARTS, pid % PARTS * C
+    bh, row = tile // tiles, (tile % tiles) * M
+    start = dq_sum + (tile.to(tl.int64) * (M * cfg.WIDTH) + first * M)
+    found = tl.load(start + tl.arange(0, M * C), eviction_policy="evict_first")
+    found = (found * scale).to(dq.dtype.element_ty)
+    # [C / 8, M / 16, row % 8, column % 8 / 2, row % 16 / 8, column % 2]
+    found = found.reshape(C // 8, M // 16, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(M, C)
     r = tl.arange(0, M)[:, None]
-    start = dq + (bh.to(tl.int64) * q_len + row) * cfg.D
-    for first in tl.static_range(0, cfg.WIDTH, cfg.COLUMNS):
-        c = first + tl.arange(0, cfg.COLUMNS)[None, :]
-        lane = (r % 8) * 4 + (c % 8) // 2
-        place = ((c // 8) * 4 + r // 16) * 128 + lane * 4 + (r % 16) // 8 * 2 + c % 2
-        found = tl.load(dq_sum + pid.to(tl.int64) * (M * cfg.WIDTH) + place)
-        found *= scale
-        inside = row + r < q_len
-        if cfg.D < cfg.WIDTH:
-            inside = inside & (c < cfg.D)
-        tl.store(start + (r * cfg.D + c), found.to(dq.dtype.element_ty), mask=inside)
+    c = first + tl.arange(0, C)[None, :]
+    inside = row + r < q_len
+    if cfg.D < cfg.WIDTH:
+        inside = inside & (c < cfg.D)
+    tl.store(dq + (bh.to(tl.int64) * q_len + row) * cfg.D + (r * cfg.D + c), found, mask=inside)

@@ -80,8 +80,8 @@ class BackwardSm90Config(Sm90Config):
 @dataclass(frozen=True, repr=False)
 class AroundConfig(KernelConfig):
     """What prepare_kernel and finish_kernel are compiled for. CHUNK: columns of Dv that are loaded
-    at a time. WIDTH: columns of dq's memory, put in order COLUMNS at a time. SWEEPS: dq has no such
-    memory; PER_BLOCK: tiles in a block of queries."""
+    at a time. WIDTH: columns of dq's memory, of which a program puts COLUMNS in order. SWEEPS: dq
+    has no such memory; PER_BLOCK: tiles in a block of queries."""
 
     TILE_M: int
     CHUNK: int
@@ -104,7 +104,7 @@ def around_config(operands: Operands, width: int, sweeps: bool = False) -> Aroun
         TILE_M=STEP,
         CHUNK=min(64, max(16, triton.next_power_of_2(value_dim))),
         WIDTH=width,
-        COLUMNS=width if width < PANELS * PANEL else PANEL,
+        COLUMNS=PANEL,
         D=operands.query.size(3),
         DV=value_dim,
         HAS_DLSE=operands.dlse is not None,

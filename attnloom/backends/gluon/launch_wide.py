@@ -135,7 +135,12 @@ def _prepare(operands: Operands) -> _Ready:
     boxes = ((query, STEP), (dout, STEP), (key, half), (value, half), (operands.dk, half))
     return _Ready(
         Launcher(wide_kernel, main, ready_backward.num_programs(key), {"num_warps": 4}),
-        Launcher(finish_kernel, around, lines // STEP, {"num_warps": 4}),
+        Launcher(
+            finish_kernel,
+            around,
+            ready_backward.finish_programs(lines, PANELS * PANEL),
+            {"num_warps": 4},
+        ),
         tuple(Blank.of(tensor, rows, PANEL) for tensor, rows in boxes),
         ready_backward.blank_statistics(lines, query.device),
         mods.scales,

@@ -15,6 +15,7 @@ from attnloom.backends.gluon.backward_sm90 import backward_kernel
 from attnloom.backends.gluon.configs_backward import (
     KEYS,
     MAX_HEAD_DIM,
+    PANEL,
     STEP,
     Form,
     form_for,
@@ -179,6 +180,11 @@ def _lines(query: torch.Tensor) -> int:
     return query.size(0) * query.size(1) * _pitch(query) + STEP
 
 
+def finish_programs(lines: int, width: int) -> int:
+    """Programs of finish_kernel."""
+    return lines // STEP * (width // PANEL)
+
+
 def form_of(operands: Operands) -> Form:
     return _form_of(operands.call)
 
@@ -213,7 +219,8 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
         assert operands.call.blocks is not None
         sum_lines = programs * (most_rows(operands.call.blocks) + STEP)
     else:
-        finish = Launcher(finish_kernel, around, lines // STEP - 1, {"num_warps": 4})
+        programs_after = finish_programs(lines - STEP, width)
+        finish = Launcher(finish_kernel, around, programs_after, {"num_warps": 4})
     boxes = (
         (query, STEP, width),
         (dout, STEP, value_width),
