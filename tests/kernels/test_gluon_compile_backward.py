@@ -77,6 +77,12 @@ def test_causal(head_dim: int) -> None:
     assert "red.relaxed.gpu.global.add.v4.f32" in main.text
     for name in ("prepare_kernel", "finish_kernel"):
         assert made[name].spills == 0
+    # each starts while the one before is ending, and waits for it
+    for name in ("prepare_kernel", "backward_kernel"):
+        assert "griddepcontrol.launch_dependents" in made[name].text
+    for name in ("backward_kernel", "finish_kernel"):
+        assert "griddepcontrol.wait" in made[name].text
+    assert re.search(r"ld\.global\S*\.v4\.b32", made["finish_kernel"].text)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

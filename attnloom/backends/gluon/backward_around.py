@@ -6,10 +6,14 @@
 Memory of dq: [lines, WIDTH] float32, TILE_M lines a tile, a tile in the order in which the lanes of
 a warpgroup hold accumulators of wgmma, 2 x 2 elements (rows r and r + 8, neighbouring columns) a
 lane. Glossary: backend/triton/backward.py and backward_shared.py.
+
+OVERLAPS: the main kernel and finish_kernel start while the kernel before is ending, and wait for it
+(griddepcontrol in PTX).
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnloom.backends.triton.device_math import LOG2_E, whole, whole32
 from attnloom.backends.triton.tiles import load_tile
@@ -20,6 +24,8 @@ def prepare_kernel(out, dout, dlse, lse, stats, dq_sum, rows, shape, strides, cf
     """One tile of one head, the last program the spare one. shape = (Hq, Q_LEN, PITCH, B * Hq);
     strides of out, dout. stats: [2, lines], lse_log2 and delta. SWEEPS: dq_sum is dq, rows =
     (offsets of rows of the mask, batch step, head step, blocks of a head)."""
+    if cfg.OVERLAPS:
+        gdc_launch_dependents()
     heads, q_len, pitch = whole32(shape, 0), whole32(shape, 3), whole32(shape, 6)
     num_heads = whole32(shape, 9)
     M: tl.constexpr = cfg.TILE_M
@@ -81,6 +87,8 @@ def finish_kernel(dq_sum, dq, scale, shape, cfg: tl.constexpr):
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, first = pid // PARTS, pid % PARTS * C
     bh, row = tile // tiles, (tile % tiles) * M
+    if cfg.OVERLAPS:
+        gdc_wait()
     start = dq_sum + (tile.to(tl.int64) * (M * cfg.WIDTH) + first * M)
     found = tl.load(start + tl.arange(0, M * C), eviction_policy="evict_first")
     found = (found * scale).to(dq.dtype.element_ty)

@@ -14,6 +14,7 @@ reductions 5% (H200, D=128 and 64).
     PREFETCH   what single scores look up is loaded a step ahead, into registers
     PERSISTENT one program a processor draws tiles, and copies for the next one are under way while
                dk and dv leave; otherwise a program has one tile
+    OVERLAPS   it starts while prepare_kernel is ending (backward_around.py)
     SWEEPS     heads are drawn, whose dq a program sums by itself (backward_sweep.py)
 
 Glossary: backward_shared.py. Prefixes: p, ds as operands in registers.
@@ -28,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.backward_dq import (
@@ -287,6 +289,9 @@ def backward_kernel(
     if not cfg.PERSISTENT:
         mine = find_tile(plan, gl.program_id(0), cfg)
     sizes = (whole32(shape, 12), whole32(shape, 21), whole32(shape, 24))
+    if cfg.OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
     dq_to = (dq_mem[0], dq_mem[1], 0, whole32(shape, 9), scales[2])
     if cfg.SWEEPS:
         dq_to = (dq_mem[0], dq_mem[1], gl.load(lists[2]), whole32(shape, 9), scales[2])

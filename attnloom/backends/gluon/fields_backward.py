@@ -38,7 +38,7 @@ class BackwardSm90Config(Sm90Config):
     NEEDS_QUERIES: consumers ask which queries a step has.
     HAS_SINKS: captured gradients. SLOPE_FIRST: there are none, and the derivative by the score is
         computed with the score. FINITE_SLOPE: it is finite where scores are.
-    DQ_REGISTERS: a thread, of the warpgroup of dq.
+    DQ_REGISTERS: a thread, of the warpgroup of dq. OVERLAPS: see backward_around.py.
     SWEEPS: see backward_sweep.py. DQ_COLUMNS: D of dq. DQ_RAGGED: blocks of dq may not be whole.
     """
 
@@ -63,6 +63,7 @@ class BackwardSm90Config(Sm90Config):
     MASK_FIRST: bool
     LEAVES_LATE: bool
     SWEEPS: bool
+    OVERLAPS: bool
     DQ_COLUMNS: int
     DQ_RAGGED: bool
     DQ_STORE: str
@@ -81,7 +82,7 @@ class BackwardSm90Config(Sm90Config):
 class AroundConfig(KernelConfig):
     """What prepare_kernel and finish_kernel are compiled for. CHUNK: columns of Dv that are loaded
     at a time. WIDTH: columns of dq's memory, of which a program puts COLUMNS in order. SWEEPS: dq
-    has no such memory; PER_BLOCK: tiles in a block of queries."""
+    has no such memory; PER_BLOCK: tiles in a block of queries. OVERLAPS: see backward_around.py."""
 
     TILE_M: int
     CHUNK: int
@@ -92,13 +93,16 @@ class AroundConfig(KernelConfig):
     HAS_DLSE: bool
     SWEEPS: bool
     PER_BLOCK: int
+    OVERLAPS: bool
     USE_TMA: bool
     ALIGNED: bool
 
     __hash__ = KernelConfig.__hash__
 
 
-def around_config(operands: Operands, width: int, sweeps: bool = False) -> AroundConfig:
+def around_config(
+    operands: Operands, width: int, sweeps: bool = False, overlaps: bool = False
+) -> AroundConfig:
     value_dim, blocks = operands.value.size(3), operands.call.blocks
     return AroundConfig(
         TILE_M=STEP,
@@ -110,6 +114,7 @@ def around_config(operands: Operands, width: int, sweeps: bool = False) -> Aroun
         HAS_DLSE=operands.dlse is not None,
         SWEEPS=sweeps,
         PER_BLOCK=1 if blocks is None else per_block(blocks.q_block, STEP),
+        OVERLAPS=overlaps,
         USE_TMA=False,
         ALIGNED=is_aligned(operands.out) and is_aligned(operands.dout),
     )
@@ -171,7 +176,9 @@ def _store_of_pairs(dtype: torch.dtype) -> str:
     )
 
 
-def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Config:
+def main_config(
+    operands: Operands, form: Form, mods: Mods, overlaps: bool = False
+) -> BackwardSm90Config:
     """The configuration of the main kernel in one form."""
     call, blocks = operands.call, operands.call.blocks
     query, key, value = operands.query, operands.key, operands.value
@@ -218,6 +225,7 @@ def main_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
         MASK_FIRST=may_mask and form.fold and form.mask_first,
         LEAVES_LATE=form.leaves_late,
         SWEEPS=form.sweeps,
+        OVERLAPS=overlaps,
         DQ_COLUMNS=query.size(3),
         DQ_STORE=_store_of_pairs(query.dtype),
         DQ_RAGGED=form.sweeps and (query.size(2) % STEP != 0 or query.size(3) != widths[0]),

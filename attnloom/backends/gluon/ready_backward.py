@@ -212,7 +212,10 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
     batch, heads, q_len, head_dim = query.shape
     lines, width = _lines(query), width_of(head_dim)
     value_width = width_of(value.size(3))
-    around, main = around_config(operands, width, form.sweeps), main_config(operands, form, mods)
+    overlaps = configs.device_of(query.device).can_overlap
+    around = around_config(operands, width, form.sweeps, overlaps)
+    main = main_config(operands, form, mods, overlaps)
+    beside = {"num_warps": 4} | ({"launch_pdl": True} if overlaps else {})
     programs, finish = programs_of(form, key), None
     sum_lines = lines
     if form.sweeps:
@@ -220,7 +223,7 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
         sum_lines = programs * (most_rows(operands.call.blocks) + STEP)
     else:
         programs_after = finish_programs(lines - STEP, width)
-        finish = Launcher(finish_kernel, around, programs_after, {"num_warps": 4})
+        finish = Launcher(finish_kernel, around, programs_after, beside)
     boxes = (
         (query, STEP, width),
         (dout, STEP, value_width),
@@ -231,7 +234,7 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
     )
     return Ready(
         Launcher(prepare_kernel, around, lines // STEP, {"num_warps": 4}, _PAIR),
-        Launcher(backward_kernel, main, programs, {"num_warps": 4}),
+        Launcher(backward_kernel, main, programs, beside),
         finish,
         tuple(Blank.of(tensor, n, w) for tensor, n, w in boxes),
         blank_statistics(lines, query.device),
