@@ -16,6 +16,7 @@ from attnloom.backends.gluon import (
     backward_math,
     backward_products,
     backward_shared,
+    backward_slots,
     backward_sm90,
     rings,
 )
@@ -24,7 +25,7 @@ from tests.kernels.gluon_world import ProtocolError, World, held, play, stand_in
 
 MODULES = (
     backward_dq, backward_jobs, backward_load, backward_math, backward_products, backward_shared,
-    backward_sm90, rings,
+    backward_slots, backward_sm90, rings,
 )  # fmt: skip
 TILE_M, HALF, LINES = 4, 4, 8
 HEADS, GROUP = 4, 2
@@ -138,7 +139,7 @@ class Backward:
     def _own_keys(self, run: Callable[..., Any], mem: Any, mine: Any, which: int) -> None:
         """A consumer, whose products are compared with its steps'."""
         own = self.world.own
-        own.log, own.which, own.stores = [], which, []
+        own.log, own.which, own.stores, own.threads = [], which, [], 128
         scales, sizes = (1.0, 1.0, 1.0), (Int(0), Int(0), Int(0))
         run(mem, None, mine, ("dq",), ("dk", "dv"), ((), (), ()), scales, sizes, which, self.cfg)
         if own.stores:
@@ -168,7 +169,7 @@ class Backward:
         return 0, 1
 
     def _own_queries(self, run: Callable[..., Any], mem: Any, mine: Any) -> None:
-        self.world.own.log, self.world.own.which = [], 0
+        self.world.own.log, self.world.own.which, self.world.own.threads = [], 0, 128
         run(mem, None, mine, ("dq",), self.cfg)
 
     def names(self) -> dict[str, Any]:
@@ -185,6 +186,9 @@ class Backward:
             "KEYS": 2 * HALF,
             "HALF": HALF,
             "LINES": LINES,
+            "GROUP": 128,
+            "STEPS": 8,
+            "ROOM": 4,
             "tma": tma,
             "find_tile": lambda plan, t, cfg: (t, Int(0), Int(1)),
             "num_tiles_of": lambda plan: len(self.visits),

@@ -12,6 +12,7 @@ from attnloom.backends.gluon import (
     backward_math,
     backward_products,
     backward_shared,
+    backward_slots,
     backward_wide,
     rings,
 )
@@ -22,7 +23,7 @@ from tests.kernels.gluon_world import ProtocolError, held, play, stand_ins
 # Where two have a function of one name, that of the first counts.
 MODULES = (
     backward_wide, backward_dq, backward_load, backward_math, backward_products, backward_shared,
-    rings,
+    backward_slots, rings,
 )  # fmt: skip
 PANEL, MIDDLE = "panel", "half of the middle panel"
 Panels = list[tuple[str, int, int, int, int]]

@@ -17,6 +17,8 @@ from unittest import mock
 from tests.kernels.gluon_values import Int, Nothing, Pointer, Vec
 
 PATIENCE_S = 20.0
+NUM_BARRIERS = 16  # of the processor, for a program
+FIRST_FREE = 4  # of them: one for each partition of more than a warp, and one for all
 
 
 class ProtocolError(Exception):
@@ -37,6 +39,8 @@ class Slot:
     pending: int = 0
     transfers: int = 0
     completed: int = 0
+    threads: int = 0  # that have come by a barrier of the processor, and
+    expected: int = 0  # how many are to
 
     def permute(self, _: Any) -> Slot:
         return self
@@ -65,18 +69,19 @@ class Memory:
 
 @dataclass
 class World:
-    """Everything that warps of all programs share. own: of a thread: program, warps, job, groups,
-    log, and whether it is a laggard."""
+    """Everything that warps of all programs share. own: of a thread: program, job, groups, log, and
+    whether it is a laggard."""
 
     seed: int
     copies: list[Callable[[], None]] = field(default_factory=list)
     waits: dict[int, tuple[Slot, int]] = field(default_factory=dict)
-    named: dict[tuple[int, int], Slot] = field(default_factory=dict)  # by program and number
     started: set[str] = field(default_factory=set)  # barriers, by the names of their allocations
     used: set[str] = field(default_factory=set)
     alive: int = 0
     sleeping: int = 0
     error: Exception | None = None
+    # barriers of the processor, by program and number
+    numbered: dict[tuple[int, int], Slot] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
@@ -100,24 +105,69 @@ class World:
         Raises:
             ProtocolError: nobody uses a barrier, so that its memory is given away.
         """
+        if left := [slot.name for slot in self.numbered.values() if slot.threads]:
+            raise ProtocolError(f"nobody waits any more at {', '.join(sorted(left))}")
         if unused := sorted(self.started - self.used):
             raise ProtocolError(f"nobody waits for {', '.join(unused)}, or arrives there")
 
     def wait(self, barrier: Slot, phase: int, pred: Any = True) -> None:
         self._use(barrier)
-        if pred:
-            self._wait_for(barrier, phase)
-
-    def _wait_for(self, barrier: Slot, phase: int) -> None:
-        me = threading.get_ident()
+        if not pred:
+            return
         with self.changed:
             self._let_others()
-            while barrier.completed & 1 == phase:
-                if self.error is not None:
-                    raise ProtocolError("another warp failed")
-                self.waits[me] = (barrier, phase)
-                self._pause()
-            self.waits.pop(me, None)
+            self._wait_while(barrier, phase)
+
+    def _wait_while(self, barrier: Slot, phase: int) -> None:
+        me = threading.get_ident()
+        while barrier.completed & 1 == phase:
+            if self.error is not None:
+                raise ProtocolError("another warp failed")
+            self.waits[me] = (barrier, phase)
+            self._pause()
+        self.waits.pop(me, None)
+
+    def signal(self, number: int, threads: int) -> None:
+        """Come by a barrier of the processor."""
+        with self.changed:
+            self._let_others()
+            self._come_by(number, threads)
+
+    def meet(self, number: int, threads: int) -> None:
+        """Wait at a barrier of the processor."""
+        with self.changed:
+            self._let_others()
+            barrier = self._barrier(number)
+            phase = barrier.completed & 1
+            self._come_by(number, threads)
+            self._wait_while(barrier, phase)
+
+    def signal_if(self, live: Any, number: int, threads: int) -> None:
+        if live:
+            self.signal(number, threads)
+
+    def meet_if(self, live: Any, number: int, threads: int) -> None:
+        if live:
+            self.meet(number, threads)
+
+    def _barrier(self, number: int) -> Slot:
+        if not FIRST_FREE <= number < NUM_BARRIERS:
+            raise ProtocolError(f"barrier {number} is none, or the compiler's")
+        key = (self.own.program, int(number))
+        return self.numbered.setdefault(key, Slot(name=f"barrier {int(number)}"))
+
+    def _come_by(self, number: int, threads: int) -> None:
+        barrier = self._barrier(number)
+        if barrier.threads and barrier.expected != threads:
+            raise ProtocolError(f"{barrier.name} is of {barrier.expected} and of {threads} threads")
+        barrier.expected = threads
+        barrier.threads += self.own.threads
+        if barrier.threads > threads:
+            raise ProtocolError(f"{barrier.name} of {threads} sees {barrier.threads} threads")
+        if barrier.threads == threads:
+            barrier.threads = 0
+            barrier.completed += 1
+            self.changed.notify_all()
 
     def _let_others(self) -> None:
         """A laggard sleeps until all others, those that lag elsewhere included, are stuck."""
@@ -149,11 +199,10 @@ class World:
         else:
             self.changed.wait(PATIENCE_S)
 
-    def run(self, warp: Callable[[], None], program: int, lags: bool, warps: int = 4) -> None:
-        """A warp's thread, or that of several."""
+    def run(self, warp: Callable[[], None], program: int, lags: bool) -> None:
+        """A warp's thread."""
         self.own.program, self.own.groups, self.own.live = program, [], True
-        self.own.warps = warps
-        self.own.lags = lags
+        self.own.lags, self.own.threads = lags, 32  # of the warp that loads
         try:
             warp()
         except Exception as error:
@@ -169,34 +218,6 @@ class World:
             with self.changed:
                 self._let_others()
                 self._complete(barrier, count, 0)
-
-    def signal(self, number: int, threads: int) -> Slot:
-        """Pass a named barrier. Nobody passes one again that others have not passed yet."""
-        with self.changed:
-            self._let_others()
-            barrier = self.named.setdefault((self.own.program, number), Slot(content=[]))
-            if number > 15 or barrier.count not in (0, threads):
-                raise ProtocolError(f"no named barrier {number} of {threads} threads")
-            if not barrier.pending:
-                barrier.name, barrier.count, barrier.pending = f"{number}", threads, threads
-            if threading.get_ident() in barrier.content:
-                raise ProtocolError(f"named barrier {number} is passed twice in a phase")
-            barrier.content.append(threading.get_ident())
-            if barrier.pending == 32 * self.own.warps:
-                barrier.content.clear()
-            self._complete(barrier, 32 * self.own.warps, 0)
-            return barrier
-
-    def signal_if(self, live: Any, number: int, threads: int) -> None:
-        if live:
-            self.signal(number, threads)
-
-    def meet_if(self, live: Any, number: int, threads: int) -> None:
-        if live:
-            with self.changed:
-                known = self.named.get((self.own.program, number))
-                phase = 0 if known is None else known.completed & 1
-            self._wait_for(self.signal(number, threads), phase)
 
     def expect(self, barrier: Slot, size: int) -> None:
         self._use(barrier)
@@ -323,7 +344,7 @@ def stand_ins(world: World, programs: int, modules: Sequence[ModuleType]) -> dic
         "bi": SimpleNamespace(
             reinterpret=_reinterpreted, async_load=world.copy, scalar=lambda value, _: Int(value),
             unknown=lambda value: value, signal=world.signal, signal_if=world.signal_if,
-            meet_if=world.meet_if,
+            meet=world.meet, meet_if=world.meet_if, barrier=lambda: None,
         ),
         "Shared": lambda *parts: _named(dict(zip(_fields(modules), parts, strict=True))),
         "fence_async_shared": lambda: None,
@@ -369,9 +390,8 @@ def held(modules: Sequence[ModuleType], names: dict[str, Any]) -> Iterator[None]
         yield
 
 
-def play(world: World, warps: Sequence[tuple[Any, ...]]) -> None:
-    """Run warps to the end: (what one does, its program, whether it lags, of how many warps it is
-    if not of four).
+def play(world: World, warps: Sequence[tuple[Callable[[], None], int, bool]]) -> None:
+    """Run warps to the end: (what one does, its program, whether it lags).
 
     Raises:
         ProtocolError: what the first to fail met, or copies that are left.

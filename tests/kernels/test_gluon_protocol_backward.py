@@ -23,7 +23,7 @@ def form(**changed: Any) -> SimpleNamespace:
         PANELS=1, VALUE_PANELS=1, STEPS_PAST_END=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
         FOLD=False, PREFETCH=False, SWEEPS=False, ROWS_APART=False, MASK_FIRST=False,
-        LEAVES_LATE=False,
+        LEAVES_LATE=False, NAMED=0,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -49,6 +49,16 @@ FORMS = {
     "wide, tiles drawn": form(**DRAWN),
     "wide, tiles drawn, by head": form(BY_HEAD=True, **DRAWN),
     "wide, tiles drawn, one list": form(SAME_LISTS=True, **DRAWN),
+    "wide, named 1": form(FOLD=True, NAMED=1),
+    "wide, named 2": form(FOLD=True, NAMED=2),
+    "wide, named": form(FOLD=True, NAMED=3),
+    "wide, tiles drawn, named": form(FOLD=True, NAMED=3, **DRAWN),
+    "wide, tiles drawn, named, by head": form(NAMED=3, BY_HEAD=True, **DRAWN),
+    "wide, tiles drawn, named, late": form(LEAVES_LATE=True, FOLD=True, NAMED=3, **DRAWN),
+    "narrow, named": form(DQ_APART=True, NAMED=2),
+    "narrow, tiles drawn, early, named": form(
+        DQ_APART=True, EARLY=True, FOLD=True, STAGES=4, LOG_STAGES=2, NAMED=2, **DRAWN
+    ),
     "wide, tiles drawn, late": form(LEAVES_LATE=True, FOLD=True, ROWS_APART=True, **DRAWN),
     "wide, tiles drawn, late, whole steps": form(
         LEAVES_LATE=True, FOLD=True, ROWS_APART=True, **DRAWN | {"SUB": 1}
@@ -140,6 +150,29 @@ def pieces_of_the_head_before(names: dict[str, Any]) -> dict[str, Any]:
     return {"look_up": look_up}
 
 
+def forgotten(*functions: str) -> Any:
+    """Nobody waits, or comes by, where these functions are called."""
+
+    def mistake(_: dict[str, Any]) -> dict[str, Any]:
+        return {name: lambda *args: None for name in functions}
+
+    mistake.__name__ = " ".join(functions)
+    return mistake
+
+
+def other_consumers(name: str, at: int) -> Any:
+    """A consumer takes the other's barrier. at: place of its number among the arguments."""
+
+    def mistake(names: dict[str, Any]) -> dict[str, Any]:
+        def swapped(*args: Any) -> None:
+            names[name](*args[:at], 1 - args[at], *args[at + 1 :])
+
+        return {name: swapped}
+
+    mistake.__name__ = f"other {name}"
+    return mistake
+
+
 def jobs_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
     """Keys of another tile may come to where results leave from, and the job is that tile's."""
 
@@ -192,6 +225,13 @@ def test_barriers_that_nobody_uses_or_that_are_none_are_found(
         ("wide", dq_of_this_step),
         ("narrow", dq_of_this_step),
         ("narrow, early", queries_given_back_early),
+        ("wide, named", forgotten("wait_for_ds", "ds_is_there")),
+        ("wide, named", forgotten("wait_for_room", "done_with_ds", "start_slots", "end_slots")),
+        ("wide, named", forgotten("start_slots")),
+        ("wide, named", forgotten("end_loads")),
+        ("wide, named", forgotten("wait_for_last_dq", "end_slots")),
+        ("narrow, named", forgotten("wait_for_ds", "ds_is_there")),
+        ("wide, named", other_consumers("wait_for_room", 2)),
     ],
 )
 def test_planted_mistakes_are_found(

@@ -18,6 +18,7 @@ from attnloom.backends.gluon.backward_shared import (
     keys_slot,
     placed,
 )
+from attnloom.backends.gluon.backward_slots import done_with_ds, wait_for_ds
 from attnloom.backends.gluon.backward_sweep import leave_dq, sums_so_far
 from attnloom.backends.gluon.rings import get
 
@@ -110,9 +111,9 @@ def done_dq(dq_to, places, line, dq, which, cfg: gl.constexpr):
 def add_late_dq(mem, n, live, line, dq_to, places, kv, which, cfg: gl.constexpr):
     """dq of step n, if there is one (live), from start to end."""
     sums = sums_before(dq_to, places, line, cfg)
-    mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1, pred=live)
+    wait_for_ds(mem, n, live, which, cfg)
     dq = warpgroup_mma_wait(0, [start_dq(mem, n, kv, sums, which, cfg)])
-    mbarrier.arrive(mem.ds_empty.index(n & 1), pred=live)
+    done_with_ds(mem, n, live, which, cfg)
     if live:
         done_dq(dq_to, places, line, dq, which, cfg)
 
@@ -125,11 +126,11 @@ def _queries_of_tile(mem, dq_to, places, total, num, n, cfg: gl.constexpr):
     # without steps nobody waits for this partition, and keys of later tiles may lie there already
     mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg), pred=total > 0)
     for _ in range(0, total):
-        mbarrier.wait(mem.ds_full.index(n & 1), (n >> 1) & 1)
+        wait_for_ds(mem, n, True, 0, cfg)
         line = get(mem.lines.index(n & (LINES - 1)))
         sums = sums_before(dq_to, places, line, cfg)
         dq = warpgroup_mma_wait(0, [start_dq(mem, n, slot * 2, sums, 0, cfg)])
-        mbarrier.arrive(mem.ds_empty.index(n & 1))
+        done_with_ds(mem, n, True, 0, cfg)
         done_dq(dq_to, places, line, dq, 0, cfg)
         n += 1
     return n

@@ -20,6 +20,7 @@ from attnloom.backends.gluon.backward_shared import (
     placed,
     unit_of,
 )
+from attnloom.backends.gluon.backward_slots import end_loads, wait_for_do, wait_for_q
 from attnloom.backends.gluon.backward_sweep import line_of
 from attnloom.backends.gluon.rings import box, phase_of, put, slot_of
 
@@ -33,7 +34,7 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, entry, partial, n, cf
     if cfg.STEPS_PAST_END:
         line = gl.where(row < at.q_len, line, at.spare)
     full = mem.q_full.index(slot)
-    mbarrier.wait(mem.q_empty.index(slot), phase)
+    wait_for_q(mem, slot, phase, cfg)
     put(mem.tags.index(slot), row * 2 + partial)
     if cfg.SWEEPS:
         first_row = (b * at.heads + h) * at.q_len
@@ -46,7 +47,7 @@ def _load_step(q_desc, do_desc, stats, mem, at, b, h, row, entry, partial, n, cf
         bi.async_load(q_desc, [b, h, row, i * cfg.D], full, panel)
     bi.async_load(stats, [0, line], full, _line_of(mem.lse.index(slot), cfg))
     full = mem.do_full.index(slot)
-    mbarrier.wait(mem.do_empty.index(slot), phase)
+    wait_for_do(mem, slot, phase, cfg)
     mbarrier.expect(full, M * cfg.VALUE_PANELS * cfg.DV * 2 + M * 4)
     for i in gl.static_range(cfg.VALUE_PANELS):
         panel = box(mem.dout.index(slot * cfg.VALUE_PANELS + i), M, cfg.DV, cfg)
@@ -107,6 +108,7 @@ def load_tile(q_desc, do_desc, k_desc, v_desc, stats, mem, at, cfg: gl.constexpr
     """The partition of the producer in a program of one tile."""
     _load_keys(k_desc, v_desc, mem, at, 0, cfg)
     _load_steps(q_desc, do_desc, stats, mem, at, bi.scalar(0, gl.int32), cfg)
+    end_loads(mem, cfg)
 
 
 @gluon.jit
@@ -148,6 +150,7 @@ def _load_heads(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, counter, cfg:
             num += 1
         t = gl.atomic_add(counter, 1, sem="relaxed")
     give_job(mem, num, -1, 0, 0, 0)
+    end_loads(mem, cfg)
     if t == heads + gl.num_programs(0) - 1:
         # the last draw of the launch puts the counter back
         gl.store(counter, 0)
@@ -174,6 +177,7 @@ def load_tiles(q_desc, do_desc, k_desc, v_desc, stats, mem, plan, mine, counter,
             num += 1
             t = gl.atomic_add(counter, 1, sem="relaxed")
         give_job(mem, num, -1, 0, 0, 0)
+        end_loads(mem, cfg)
         if t == total + gl.num_programs(0) - 1:
             # the last draw of the launch puts the counter back
             gl.store(counter, 0)

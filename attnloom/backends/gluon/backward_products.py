@@ -3,9 +3,10 @@ dq's. Glossary: backward_shared.py."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from attnloom.backends.gluon.backward_shared import HALF
+from attnloom.backends.gluon.backward_slots import wait_for_room
 from attnloom.backends.gluon.rings import slot_of
 
 
@@ -55,5 +56,5 @@ def start_dp(mem, n, own, L: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def give_ds(mem, n, ds, which, cfg: gl.constexpr):
     """dscore of a step to shared memory, for dq."""
-    mbarrier.wait(mem.ds_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+    wait_for_room(mem, n, which, cfg)
     mem.ds.index((n & 1) * 2 + which).store(ds)

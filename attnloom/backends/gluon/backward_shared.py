@@ -32,6 +32,7 @@ class Shared:
     q, dout: [STAGES, TILE_M, D]. Heads in panels have PANELS or VALUE_PANELS entries for each of
     these, side by side. lse, delta: [STAGES, TILE_M]. tags: [STAGES, 1]. lines: [LINES, 1].
     ds: [4, HALF, TILE_M], slot * 2 + consumer. ds_empty is for whoever computes dq to say.
+    NAMED has fewer of these barriers, see backward_slots.py.
     jobs: [2, 4], see backward_jobs.py.
     """
 
@@ -134,6 +135,14 @@ def allocate(cfg: gl.constexpr):
     # barriers still: an interrupted program then reads other values than it wrote there (H200).
     ALONE: gl.constexpr = not cfg.PERSISTENT
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
+    q_empty, do_empty, ds_full, ds_empty = tags, tags, tags, tags
+    if cfg.NAMED < 1:
+        q_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+        do_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+    if cfg.NAMED < 2:
+        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
+    if cfg.NAMED < 3:
+        ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
     mem = Shared(
         gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * P, HALF, cfg.D], TILES),
         gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * VP, HALF, cfg.DV], TILES),
@@ -147,11 +156,11 @@ def allocate(cfg: gl.constexpr):
         tags if ALONE else gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
         gl.allocate_shared_memory(gl.int64, [KV, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        q_empty,
         gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        do_empty,
+        ds_full,
+        ds_empty,
         tags if ALONE else gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         tags if ALONE else gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
     )
@@ -159,12 +168,15 @@ def allocate(cfg: gl.constexpr):
         mbarrier.init(mem.kv_full.index(i), count=1)
     for i in gl.static_range(S):
         mbarrier.init(mem.q_full.index(i), count=1)
-        mbarrier.init(mem.q_empty.index(i), count=2)
         mbarrier.init(mem.do_full.index(i), count=1)
-        mbarrier.init(mem.do_empty.index(i), count=2)
+        if cfg.NAMED < 1:
+            mbarrier.init(mem.q_empty.index(i), count=2)
+            mbarrier.init(mem.do_empty.index(i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(mem.ds_full.index(i), count=2)
-        mbarrier.init(mem.ds_empty.index(i), count=1 if cfg.DQ_APART else 2)
+        if cfg.NAMED < 2:
+            mbarrier.init(mem.ds_full.index(i), count=2)
+        if cfg.NAMED < 3:
+            mbarrier.init(mem.ds_empty.index(i), count=1 if cfg.DQ_APART else 2)
         if not ALONE:
             mbarrier.init(mem.job_full.index(i), count=1)
             mbarrier.init(mem.job_empty.index(i), count=3 if cfg.DQ_APART else 2)

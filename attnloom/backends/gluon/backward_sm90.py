@@ -14,6 +14,7 @@ reductions 5% (H200, D=128 and 64).
     PREFETCH   what single scores look up is loaded a step ahead, into registers
     PERSISTENT one program a processor draws tiles, and copies for the next one are under way while
                dk and dv leave; otherwise a program has one tile
+    NAMED      how slots go back and dscore is handed over (backward_slots.py)
     OVERLAPS   it starts while prepare_kernel is ending (backward_around.py)
     SWEEPS     heads are drawn, whose dq a program sums by itself (backward_sweep.py)
 
@@ -71,7 +72,16 @@ from attnloom.backends.gluon.backward_shared import (
     steps_in,
     unit_of,
 )
-from attnloom.backends.gluon.builtins import barrier
+from attnloom.backends.gluon.backward_slots import (
+    done_with_do,
+    done_with_ds,
+    done_with_q,
+    ds_is_there,
+    end_slots,
+    start_slots,
+    wait_for_ds,
+    wait_for_last_dq,
+)
 from attnloom.backends.gluon.rings import get, phase_of, slot_of
 from attnloom.backends.triton.device_math import whole32
 
@@ -130,22 +140,21 @@ def _step(
     give_ds(mem, n, ds, which, cfg)
     dk = warpgroup_mma(ds_left, mem.q.index(slot), dk, is_async=True)
     fence_async_shared()
-    barrier()
-    mbarrier.arrive(mem.ds_full.index(n & 1))
+    ds_is_there(mem, n, which, cfg)
     line = line_before
     if cfg.EARLY:
         s_next = warpgroup_mma_wait(2, [s_next])
         dv, p_left = warpgroup_mma_wait(1, [dv, p_left])
-        mbarrier.arrive(mem.do_empty.index(slot))
+        done_with_do(mem, slot, cfg)
         dk, ds_left = warpgroup_mma_wait(0, [dk, ds_left])
-        mbarrier.arrive(mem.q_empty.index(slot))
+        done_with_q(mem, slot, cfg)
     elif cfg.DQ_APART:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
         dv, p_left = warpgroup_mma_wait(2, [dv, p_left])
-        mbarrier.arrive(mem.do_empty.index(slot))
+        done_with_do(mem, slot, cfg)
         dk, ds_left = warpgroup_mma_wait(1, [dk, ds_left])
-        mbarrier.arrive(mem.q_empty.index(slot))
+        done_with_q(mem, slot, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
     else:
         # dv out of the way first: fewer operands in flight. Then dq of the step before, whose
@@ -154,15 +163,15 @@ def _step(
         line = get(mem.lines.index(n & (LINES - 1)))
         sums_of_dq = sums_before(dq_to, places, line_before, cfg)
         dv, p_left = warpgroup_mma_wait(1, [dv, p_left])
-        mbarrier.arrive(mem.do_empty.index(slot))
+        done_with_do(mem, slot, cfg)
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
-        mbarrier.wait(mem.ds_full.index(before & 1), (before >> 1) & 1, pred=line_before >= 0)
+        wait_for_ds(mem, before, line_before >= 0, which, cfg)
         dq = start_dq(mem, before, kv, sums_of_dq, which, cfg)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
         dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
-        mbarrier.arrive(mem.q_empty.index(slot))
+        done_with_q(mem, slot, cfg)
         dq = warpgroup_mma_wait(1, [dq])
-        mbarrier.arrive(mem.ds_empty.index(before & 1), pred=line_before >= 0)
+        done_with_ds(mem, before, line_before >= 0, which, cfg)
         if line_before >= 0:
             done_dq(dq_to, places, line_before, dq, which, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
@@ -227,7 +236,7 @@ def _keys_of_tile(
         row = tile * KEYS + which * HALF
     leave(descs[1], mem.v, kv + which, (dv,), 1.0, (b, h, row), cfg.DV, cfg)
     # keys are read for dq of both halves
-    mbarrier.wait(mem.ds_empty.index(last & 1), (last >> 1) & 1, pred=total > 0)
+    wait_for_last_dq(mem, last, total > 0, which, cfg)
     leave(descs[0], mem.k, kv + which, (dk,), outgoing, (b, h, row), cfg.D, cfg)
     if not cfg.LEAVES_LATE:
         tma.store_wait(0)
@@ -241,6 +250,7 @@ def _own_keys(mem, plan, mine, dq_to, descs, mods, scales, sizes, which, cfg: gl
     """What a consumer does. mine: see `load_tiles`; the others: see `_keys_of_tile`."""
     WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
     places = dq_places(which * WIDTH, WIDTH, cfg)
+    start_slots(mem, which, cfg)
     if cfg.PERSISTENT:
         n = 0
         num = 0
@@ -262,6 +272,7 @@ def _own_keys(mem, plan, mine, dq_to, descs, mods, scales, sizes, which, cfg: gl
             mem, at, all_steps(at, cfg), 0, bi.scalar(0, gl.int32), dq_to, places, descs, mods,
             scales, sizes, which, cfg,
         )  # fmt: skip
+    end_slots(mem, which, cfg)
 
 
 @gluon.jit

@@ -134,6 +134,13 @@ def exp2_fast(x):
     )
 
 
+@gluon.jit
+def meet(number, threads: gl.constexpr):
+    """A partition waits at a named barrier until `threads` have passed, its own included."""
+    TEXT: gl.constexpr = _named("sync", threads)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
 def _times_unless_one() -> str:
     """For 32 elements of a thread, of two rows: pairs of either in turn."""
     N = 32

@@ -63,6 +63,7 @@ class BackwardSm90Config(Sm90Config):
     MASK_FIRST: bool
     LEAVES_LATE: bool
     SWEEPS: bool
+    NAMED: int
     OVERLAPS: bool
     DQ_COLUMNS: int
     DQ_RAGGED: bool
@@ -225,6 +226,7 @@ def main_config(
         MASK_FIRST=may_mask and form.fold and form.mask_first,
         LEAVES_LATE=form.leaves_late,
         SWEEPS=form.sweeps,
+        NAMED=form.named,
         OVERLAPS=overlaps,
         DQ_COLUMNS=query.size(3),
         DQ_STORE=_store_of_pairs(query.dtype),
