@@ -245,7 +245,16 @@ def _share_of_peak(case: GpuCase) -> Row:
 def alternate(
     runs: dict[str, Callable[[], Any]], most: int = ROUNDS, enough_ms: float = _ENOUGH_MS
 ) -> dict[str, Sample]:
-    """Device milliseconds of each run, taken in turn, `most` times where that is soon done.
+    """Device milliseconds of each run, of as many as `taken_in_turn` gives."""
+    return {
+        name: summarise(values) for name, values in taken_in_turn(runs, most, enough_ms).items()
+    }
+
+
+def taken_in_turn(
+    runs: dict[str, Callable[[], Any]], most: int = ROUNDS, enough_ms: float = _ENOUGH_MS
+) -> dict[str, list[float]]:
+    """Device milliseconds of each run, `most` times where that is soon done.
 
     Each round has another order: after some runs the next is slower than after others.
     """
@@ -263,7 +272,7 @@ def alternate(
         for name in random.Random(turn).sample(list(runs), len(runs)):
             if turn < rounds[name]:
                 times[name].append(_timed(runs[name]))
-    return {name: summarise(values) for name, values in times.items()}
+    return times
 
 
 def _timed(run: Callable[[], Any]) -> float:

@@ -75,7 +75,8 @@ class Launch:
 
     def __init__(self, cfg: Any, plan: Plan, seed: int, laggard: str = "") -> None:
         """laggard: "load", "consume" (the first) or "columns"; nobody otherwise."""
-        self.cfg, self.plan, self.world, self.laggard = cfg, plan, World(seed), laggard
+        self.cfg, self.plan, self.laggard = cfg, plan, laggard
+        self.world = World(seed, drains=False)  # slots given back last are asked for by nobody
         self.counter = [0]
         self.done: list[tuple[int, int, int]] = []
 

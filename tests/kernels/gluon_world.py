@@ -73,6 +73,7 @@ class World:
     whether it is a laggard."""
 
     seed: int
+    drains: bool = True  # nobody has come by a barrier in vain at the end
     copies: list[Callable[[], None]] = field(default_factory=list)
     waits: dict[int, tuple[Slot, int]] = field(default_factory=dict)
     started: set[str] = field(default_factory=set)  # barriers, by the names of their allocations
@@ -105,7 +106,8 @@ class World:
         Raises:
             ProtocolError: nobody uses a barrier, so that its memory is given away.
         """
-        if left := [slot.name for slot in self.numbered.values() if slot.threads]:
+        left = [slot.name for slot in self.numbered.values() if slot.threads]
+        if left and self.drains:
             raise ProtocolError(f"nobody waits any more at {', '.join(sorted(left))}")
         if unused := sorted(self.started - self.used):
             raise ProtocolError(f"nobody waits for {', '.join(unused)}, or arrives there")
@@ -199,10 +201,10 @@ class World:
         else:
             self.changed.wait(PATIENCE_S)
 
-    def run(self, warp: Callable[[], None], program: int, lags: bool) -> None:
-        """A warp's thread."""
+    def run(self, warp: Callable[[], None], program: int, lags: bool, warps: int = 1) -> None:
+        """The thread of a warp, or of several that go together."""
         self.own.program, self.own.groups, self.own.live = program, [], True
-        self.own.lags, self.own.threads = lags, 32  # of the warp that loads
+        self.own.lags, self.own.threads = lags, 32 * warps
         try:
             warp()
         except Exception as error:
@@ -390,8 +392,9 @@ def held(modules: Sequence[ModuleType], names: dict[str, Any]) -> Iterator[None]
         yield
 
 
-def play(world: World, warps: Sequence[tuple[Callable[[], None], int, bool]]) -> None:
-    """Run warps to the end: (what one does, its program, whether it lags).
+def play(world: World, warps: Sequence[tuple[Any, ...]]) -> None:
+    """Run warps to the end: (what one does, its program, whether it lags, of how many warps it is
+    if not of one).
 
     Raises:
         ProtocolError: what the first to fail met, or copies that are left.

@@ -90,7 +90,7 @@ def finish_kernel(dq_sum, dq, scale, shape, cfg: tl.constexpr):
     if cfg.OVERLAPS:
         gdc_wait()
     start = dq_sum + (tile.to(tl.int64) * (M * cfg.WIDTH) + first * M)
-    found = tl.load(start + tl.arange(0, M * C), eviction_policy="evict_first")
+    found = tl.load(start + tl.arange(0, M * C))
     found = (found * scale).to(dq.dtype.element_ty)
     # [C / 8, M / 16, row % 8, column % 8 / 2, row % 16 / 8, column % 2]
     found = found.reshape(C // 8, M // 16, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(M, C)
