@@ -184,7 +184,7 @@ def _causal(head_dim: int, score: str = "") -> GpuCase:
 
 # Three programs share a processor.
 _THREE_PROGRAMS = configs_forward.Form(1, 64, 2, 2, True, False, 240, 24, (216, 24), programs=3)
-(_OF_SHORT_ROWS,) = configs_forward.forms_of_short_rows(128, 128)
+_OF_SHORT_ROWS = configs_forward.forms_of_short_rows(128, 128)[0]
 CANDIDATES = (
     Candidate(
         "three programs of one consumer, D=64",

@@ -93,7 +93,8 @@ def covered(head_dim: int, other_dim: int) -> int:
 
 
 # The larger of D and Dv as covered -> forms, best first. Named, H200, causal: soft cap at D=128
-# 1.010 of the speed before, ALiBi 1.031.
+# 1.010 of the speed before, ALiBi 1.031. Masks of much arithmetic spill then that do not otherwise
+# (fixed_sparse 508 bytes for 0, D=128), so the same form without names follows.
 _FORMS: dict[int, tuple[Form, ...]] = {
     64: (
         Form(3, 128, 2, 2, False, False, 160, 32, (152, 56)),
@@ -101,12 +102,17 @@ _FORMS: dict[int, tuple[Form, ...]] = {
     ),
     128: (
         Form(2, 128, 2, 2, True, False, 240, 24, (232, 40), named=True),
-        Form(2, 128, 2, 1, True, True, 240, 24, (232, 40), named=True),
+        Form(2, 128, 2, 2, True, False, 240, 24, (232, 40)),
+        Form(2, 128, 2, 1, True, True, 240, 24, (232, 40)),
     ),
-    192: (Form(2, 64, 2, 2, True, True, 240, 24, (232, 40), panels=3, named=True),),
+    192: (
+        Form(2, 64, 2, 2, True, True, 240, 24, (232, 40), panels=3, named=True),
+        Form(2, 64, 2, 2, True, True, 240, 24, (232, 40), panels=3),
+    ),
     256: (
         Form(2, 64, 2, 1, True, True, 240, 24, (232, 40), named=True),
-        Form(2, 64, 2, 1, True, False, 240, 24, (232, 40), named=True),
+        Form(2, 64, 2, 1, True, True, 240, 24, (232, 40)),
+        Form(2, 64, 2, 1, True, False, 240, 24, (232, 40)),
     ),
 }
 # The same, tried before those, where there is no score_mod and the mask looks up nothing;
@@ -157,6 +163,7 @@ _OF_SHORT_ROWS: dict[int, tuple[Form, ...]] = {
             1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, by_lane=True, named=True,
             programs=2,
         ),
+        Form(1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, by_lane=True, programs=2),
     ),
 }  # fmt: skip
 # The same where a score_mod looks up elements of single scores.
@@ -167,6 +174,7 @@ _IN_PIECES: dict[int, tuple[Form, ...]] = {
             2, 128, 2, 1, True, True, 240, 24, (232, 40), pieces=True, lines=True, prefetch=True,
             named=True,
         ),
+        Form(2, 128, 2, 1, True, True, 240, 24, (232, 40), pieces=True, lines=True, prefetch=True),
     ),
 }  # fmt: skip
 
