@@ -51,7 +51,7 @@ def test_few_steps(mod: str, dtype: torch.dtype, chosen: dict[Any, Any]) -> None
 
 
 def test_without_a_mask(chosen: dict[Any, Any]) -> None:
-    for Q_LEN, KV_LEN in ((128, 500), (300, 300), (500, 129), (1000, 63)):
+    for Q_LEN, KV_LEN in ((128, 500), (250, 300), (500, 129), (1000, 63)):
         check(Case("plain", replace(SIZES, Q_LEN=Q_LEN, KV_LEN=KV_LEN), BF16), chosen, 2)
 
 
