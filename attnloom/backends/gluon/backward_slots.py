@@ -1,9 +1,9 @@
 """How slots of the backward go back to who fills them, and dscore from one consumer to the other.
 
-By mbarriers, which cost a barrier of the whole group before each arrival (Triton 3.6), or by
-barriers of the processor, NAMED: whoever is done comes by and goes on, whoever needs the slot waits
-there. Such a barrier has no phases and counts everybody: each has one that comes by and one that
-waits, in turn. So slots are said to be empty before anything is in them, and whoever waits for them
+By mbarriers, which cost a barrier of the whole group before each arrival (Triton 3.6), or NAMED, by
+named barriers (rings.py): whoever is done comes by and goes on, whoever needs the slot waits there.
+Such a barrier has no phases and counts everybody: each has one that comes by and one that waits, in
+turn. So slots are said to be empty before anything is in them, and whoever waits for them
 does so once more at the end.
 
     NAMED   1: queries and output gradients; 2: dscore that is there, too; 3: dscore that is read,
