@@ -69,6 +69,10 @@ class OverloadedError(AttnloomError, RuntimeError):
     """More requests are waiting than may; nothing was queued."""
 
 
+class OverlapError(AttnloomError, RuntimeError):
+    """An engine was to take a step while it takes another."""
+
+
 class CaptureError(AttnloomError, RuntimeError):
     """A step of a model cannot become a CUDA graph; it can still run eagerly."""
 

@@ -248,15 +248,16 @@ class PageBook:
     def drop_before(self, sequence: int, position: int) -> int:
         """Free the pages whose tokens all lie before a position; how many there were.
 
-        Positions of the other tokens stay. For sliding windows: no query may look there again.
+        Positions of the other tokens stay. For sliding windows: no query may look there again; a
+        window that begins before the sequence, at a position below 0, has passed none.
         """
         entry, position = self._entry(sequence), whole(position, "position")
-        if not 0 <= position <= entry.length:
+        if position > entry.length:
             raise ShapeError(
                 f"sequence {sequence} has {counted(entry.length, 'token')}; position {position} is "
                 "not one of them."
             )
-        places = range(position // self.page_size)
+        places = range(position // self.page_size)  # empty below 0
         gone = [entry.pages[i] for i in places if entry.pages[i] != DROPPED]
         for i in places:
             entry.pages[i] = DROPPED

@@ -352,6 +352,9 @@ class PagedKVCache:
         """Free the pages whose tokens all lie before a position: those that a sliding window has
         passed. A query that still looks there gets NaN.
 
+        Args:
+            position: up to the length; at 0 and below there is nothing to free, so that a window's
+                begin, `length - window_left`, can be given as it is.
         Returns:
             how many pages this sequence gave up.
         """

@@ -13,6 +13,7 @@ from attnloom.errors import (
     CopyError,
     ModelError,
     NotFiniteError,
+    OverlapError,
     OverloadedError,
     RequestError,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "RequestError",
     "NotFiniteError",
     "OverloadedError",
+    "OverlapError",
     "CaptureError",
     "CopyError",
 ]

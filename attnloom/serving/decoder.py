@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from attnloom.errors import OptionError
+from attnloom.errors import OptionError, ShapeError
 from attnloom.serving.config import LayerAttention, ModelConfig, Rope
 from attnloom.serving.joined import Joined, join_weights
 from attnloom.serving.ops import Heads, Norm, Ops, Turn, ops_for
 
 
 class Attention(Protocol):
-    """Attention of a step: keys and values of its tokens are kept, queries see what came before."""
+    """Attention of a step: keys and values of its tokens are kept, queries see what came before.
+
+    layer: what a LayerAttention says of it: its index, scale, window_left and softcap.
+    """
 
     def __call__(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq * D]."""
@@ -73,7 +76,19 @@ class SelfAttention(Joined):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         query, key, value = step.ops.rotate(self.product(x), step.turn, self.heads)
-        return self.o_proj(step.attention(self.layer, query, key, value))
+        found = step.attention(self.layer, query, key, value)
+        wanted = (query.size(0), self.heads.num_q * self.heads.dim)
+        if not isinstance(found, Tensor) or found.shape != wanted:
+            raise ShapeError(self._misshapen(found, query, wanted))
+        return self.o_proj(found)
+
+    def _misshapen(self, found: object, query: Tensor, wanted: tuple[int, int]) -> str:
+        shape = [*found.shape] if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        return (
+            f"the attention given to the decoder returned {shape} in layer {self.layer.index}; "
+            f"for a query [T, Hq, D] of {[*query.shape]} it must return [T, Hq * D], {[*wanted]}, "
+            "as out.flatten(1) of [T, Hq, D] is."
+        )
 
 
 class Mlp(Joined):

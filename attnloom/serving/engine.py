@@ -7,38 +7,30 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import NoReturn
 
-from attnloom.errors import CopyError, NotFiniteError, OptionError, RequestError, counted
+from attnloom.errors import CopyError, OptionError, RequestError, counted
 from attnloom.paged import PagedKVCache
 from attnloom.paged.book import whole
 from attnloom.paged.table import check_page_size
 from attnloom.serving.decoder import Decoder
 from attnloom.serving.drafts import Drafter, DraftTree
+from attnloom.serving.exclusive import Exclusive
 from attnloom.serving.launched import Launched, Rows
 from attnloom.serving.metrics import Metrics
 from attnloom.serving.request import Finish, Output, Request, SamplingParams, Sequence
 from attnloom.serving.runner import ModelRunner
 from attnloom.serving.scheduler import Chunk, Limits, Scheduler
+from attnloom.serving.served import Served
 from attnloom.serving.static import CudaGraphs
 from attnloom.serving.text import TextStream, Tokenizer
-
-
-@dataclass(slots=True)
-class _Served:
-    """A request in the engine."""
-
-    sequence: Sequence
-    stream: TextStream
-    arrived: float
 
 
 class Engine:
     """Continuous batching over a paged cache: every step takes a token of each sequence that
     decodes and fills up with chunks of prompts.
 
-    Not for several threads at once; see Service for that.
+    Not for several threads at once: a step while another runs is refused. See Service for that.
 
     Attributes:
         scheduler: who runs, who waits.
@@ -108,11 +100,13 @@ class Engine:
         self.metrics = Metrics()
         self._runner = ModelRunner(model, self.cache, limits, cuda_graphs)
         self._eos = {*config.eos_tokens, *(tokenizer.eos_tokens if tokenizer else ())}
-        self._served: dict[str, _Served] = {}
+        self._served: dict[str, Served] = {}
         if run_ahead is None:
             run_ahead = model.device.type == "cuda"
         self._runs_ahead = run_ahead and drafter is None  # drafts follow from tokens
         self._launched: Launched | None = None
+        self._ready: list[Output] = []  # of a step that has not returned yet
+        self._exclusive = Exclusive()
 
     def __reduce__(self) -> NoReturn:
         raise CopyError(
@@ -122,8 +116,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is running or waiting."""
-        return bool(self._served)
+        """Whether a request is running or waiting, or a step that was interrupted left outputs."""
+        return bool(self._served or self._ready)
 
     def warm_up(self) -> None:
         """Capture decoding steps now; otherwise each is captured when it is first needed. Does
@@ -131,8 +125,10 @@ class Engine:
 
         Raises:
             CaptureError: with cuda_graphs=True, the model cannot be captured.
+            OverlapError: a step of this engine runs.
         """
-        self._runner.warm_up()
+        with self._exclusive.running("warm_up"):
+            self._runner.warm_up()
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served.
@@ -171,12 +167,15 @@ class Engine:
         sequence = Sequence.of(request)
         self.scheduler.add(sequence)
         stream = TextStream(self.tokenizer, request.params.stop)
-        self._served[request.name] = _Served(sequence, stream, time.monotonic())
+        self._served[request.name] = Served(sequence, stream, time.monotonic())
         self.metrics.requests += 1
         return request.name
 
     def cancel(self, name: str) -> bool:
-        """Forget a request, at once; False if it has ended already."""
+        """Forget a request, at once; False if it has ended already. No later step has an output of
+        it; a list that a step has returned may."""
+        if any(output.name == name for output in self._ready):
+            self._ready = [output for output in self._ready if output.name != name]
         served = self._served.pop(name, None)
         if served is None:
             return False
@@ -186,36 +185,45 @@ class Engine:
         return True
 
     def step(self) -> list[Output]:
-        """Run the model once; what it adds to each request that it adds something to. After an
-        error requests are still there, and the next step computes them anew."""
+        """Run the model once; what it adds to each request that it adds something to. A request
+        whose tokenizer raises ends alone, with Finish.ERROR. After an error of the step itself
+        requests are still there, and the next one computes them anew.
+
+        Raises:
+            OverlapError: another step of this engine runs.
+            OutOfPagesError: nobody can run, as other sequences of `cache` hold its pages.
+        """
+        with self._exclusive.running("step"):
+            return self._run_step()
+
+    def _run_step(self) -> list[Output]:
         self._propose()
         try:
-            return self._step()
+            self._step()
         except BaseException:  # an interrupt too: pages were extended that hold nothing yet
             self._launched = None
             self.scheduler.preempt_all()
-            raise
+            raise  # what is ready comes with the next step
+        outputs, self._ready = self._ready, []
+        return outputs
 
-    def _step(self) -> list[Output]:
+    def _step(self) -> None:
         step, self._launched = self._launched, None
         if step is None or not step.alive:
             step = self._launch(self.scheduler.schedule())
         if step is None:
-            return []
+            return
         following = self._follow(step)
         drawn = zip(step.chunks, step.rows(), strict=True)
         self._launched = following
         live = [each for each in drawn if each[0].sequence.finish is None]
         kept = self._advance([(chunk, rows.tokens) for chunk, rows in live])
-        outputs = [
-            self._take(chunk, rows.at(held)) if all(rows.at(held).sound) else self._give_up(chunk)
-            for (chunk, rows), held in zip(live, kept, strict=True)
-            if held
-        ]
+        for (chunk, rows), held in zip(live, kept, strict=True):
+            if held and chunk.sequence.finish is None:  # another's tokenizer may have cancelled it
+                self._take(chunk, rows.at(held))
         self.metrics.preemptions = self.scheduler.num_preemptions
         self.metrics.steps += 1
         self.metrics.computed_tokens += sum(chunk.num_tokens for chunk in step.chunks)
-        return outputs
 
     def _launch(self, chunks: list[Chunk], after: Launched | None = None) -> Launched | None:
         """Start a step; after: one that it takes its tokens from."""
@@ -242,9 +250,10 @@ class Engine:
 
         Raises:
             RequestError: a prompt can never be served; none was begun.
+            OverlapError: a step of this engine runs; none was begun.
             NotFiniteError: the model's logits of one are NaN or infinite. Whatever else ends this
-                call early, a step's error or an interrupt, cancels those of its requests that run
-                or wait, as this does.
+                call early, an error of a step or of the tokenizer or an interrupt, cancels those of
+                its requests that run or wait, as this does.
         """
         params = params or SamplingParams()
         requests = [
@@ -253,13 +262,17 @@ class Engine:
         ]
         for request in requests:
             self.check(request)
+        with self._exclusive.running("generate"):
+            return self._generate(requests)
+
+    def _generate(self, requests: list[Request]) -> list[list[int]]:
         found: dict[str, list[int]] = {request.name: [] for request in requests}
         coming = deque(requests)
         try:
             while coming or not found.keys().isdisjoint(self._served):
                 while coming and self.scheduler.num_room:
                     self.add(coming.popleft())
-                for output in self.step():
+                for output in self._run_step():
                     if output.name in found:
                         if output.error is not None:
                             raise output.error
@@ -272,7 +285,7 @@ class Engine:
     def _propose(self) -> None:
         if self._drafter is None:
             return
-        for sequence in self.scheduler.running:
+        for sequence in [*self.scheduler.running]:  # a drafter may cancel
             one = sequence.num_pending == 1
             sequence.draft = self._draft(self._drafter, sequence) if one else None
 
@@ -314,60 +327,25 @@ class Engine:
         self._runner.accept(paths)
         return kept
 
-    def _give_up(self, chunk: Chunk) -> Output:
-        """End a request whose logits say nothing; nobody is to find what the cache holds of it."""
-        sequence = chunk.sequence
-        served, num_output = self._served[sequence.request.name], sequence.num_output
-        sequence.finish = Finish.ERROR
-        error = NotFiniteError(
-            f"the model's logits after {counted(len(sequence.tokens), 'token')} (prompt and "
-            f"output) of {sequence.request.name!r} are NaN or infinite, so that no token can be "
-            "drawn from them. Look for such weights, or for a dtype too narrow for the model."
-        )
-        text = served.stream.close()
-        self._end(served)
-        num_prompt, shared = len(sequence.request.prompt), sequence.num_shared
-        return Output(
-            sequence.request.name, (), text, Finish.ERROR, num_prompt, num_output, shared,
-            error=error,
-        )  # fmt: skip
-
-    def _take(self, chunk: Chunk, rows: Rows) -> Output:
-        sequence, request = chunk.sequence, chunk.sequence.request
-        served, params = self._served[request.name], request.params
-        tokens, num_prompt = sequence.tokens, len(request.prompt)
-        start, text = len(tokens), ""
-        if start == num_prompt:
+    def _take(self, chunk: Chunk, rows: Rows) -> None:
+        """What was drawn for a request becomes an output of it."""
+        sequence, served = chunk.sequence, self._served[chunk.sequence.request.name]
+        said = served.say(rows, self._eos)
+        if sequence.finish is not None:  # the tokenizer cancelled it
+            return
+        if said.tokens and not sequence.num_output:
             self.metrics.first_token_seconds.observe(time.monotonic() - served.arrived)
-        for token in rows.tokens:
-            tokens.append(token)
-            if token in self._eos and not params.ignore_eos:
-                sequence.finish = Finish.STOP
-            else:
-                text += served.stream.add(token)
-                if served.stream.stopped:
-                    sequence.finish = Finish.STOP
-                elif len(tokens) - num_prompt >= params.max_tokens:
-                    sequence.finish = Finish.LENGTH
-            if sequence.finish is not None:
-                text += served.stream.close()
-                break
+        sequence.tokens += said.tokens
+        sequence.finish = said.finish
         if chunk.draft is not None:
-            computed = min(self.cache.length(_name(sequence)), len(tokens))
+            computed = min(self.cache.length(_name(sequence)), len(sequence.tokens))
             self.scheduler.computed(sequence, computed)
-        taken, num_output = tuple(tokens[start:]), len(tokens) - num_prompt
-        self.metrics.output_tokens += len(taken)
-        finish = sequence.finish
-        if finish is not None:
+        self._ready.append(served.output(said, rows.logprobs))
+        self.metrics.output_tokens += len(said.tokens)
+        if said.finish is not None:
             self._end(served)
-        found = None
-        if params.logprobs is not None and rows.logprobs is not None:
-            found = tuple(one for one in rows.logprobs[: len(taken)] if one is not None)
-        return Output(
-            request.name, taken, text, finish, num_prompt, num_output, sequence.num_shared, found
-        )
 
-    def _end(self, served: _Served) -> None:
+    def _end(self, served: Served) -> None:
         sequence = served.sequence
         self.scheduler.remove(sequence, keep=sequence.finish is not Finish.ERROR)
         del self._served[sequence.request.name]

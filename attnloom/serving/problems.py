@@ -57,6 +57,11 @@ def server_problem(error: Exception) -> Problem:
     return Problem(500, str(error), "server_error")
 
 
+def broken_problem(error: Exception) -> Problem:
+    """An error that nobody thought of, or of a tokenizer."""
+    return Problem(500, f"the server failed: {type(error).__name__}.", "server_error")
+
+
 def add_handlers(app: FastAPI) -> None:
     """Answer every error in one form."""
 
@@ -82,8 +87,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(http: HttpRequest, error: Exception) -> Response:
-        kind = type(error).__name__
-        return Problem(500, f"the server failed: {kind}.", "server_error").response()
+        return broken_problem(error).response()
 
     @app.exception_handler(RoutingError)
     async def nowhere(http: HttpRequest, error: HTTPException) -> Response:

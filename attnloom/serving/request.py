@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass, field
 from enum import Enum
 
-from attnloom.errors import NotFiniteError, RequestError
+from attnloom.errors import RequestError
 from attnloom.serving.drafts import DraftTree
 
 MAX_LOGPROBS = 20
@@ -155,7 +155,7 @@ class Output:
         logprobs: of each of the tokens, where SamplingParams.logprobs asks for them.
         text: complete characters; what may be the start of a stop text is held back.
         finish: None while more is to come.
-        error: why, where finish is Finish.ERROR.
+        error: why, where finish is Finish.ERROR: a NotFiniteError, or what the tokenizer raised.
     """
 
     name: str
@@ -166,4 +166,4 @@ class Output:
     num_output: int
     num_shared: int
     logprobs: tuple[Logprob, ...] | None = None
-    error: NotFiniteError | None = None
+    error: Exception | None = None

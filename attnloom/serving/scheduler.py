@@ -123,7 +123,11 @@ class Scheduler:
             self.prefixes.publish(sequence.cached, sequence.tokens, num_computed)
 
     def schedule(self) -> list[Chunk]:
-        """The next step, with pages for all of it reserved; empty if there is nothing to do."""
+        """The next step, with pages for all of it reserved; empty if there is nothing to do.
+
+        Raises:
+            OutOfPagesError: nobody runs, and whoever waits first finds no pages.
+        """
         chunks: dict[Sequence, Chunk] = {}
         left = self.limits.max_step_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_pending > 1):
@@ -137,6 +141,8 @@ class Scheduler:
                 left = self._left(chunks)
         while self.waiting and len(self.running) < self.limits.max_running:
             if not self._admit(chunks):
+                if not self.running:  # nor will later: only others can give pages back
+                    raise OutOfPagesError(self._stuck(self.waiting[0]))
                 break
         return list(chunks.values())
 
@@ -160,6 +166,15 @@ class Scheduler:
             if not self._has_pages(name, self.cache.length(name) + 1):
                 return None  # what was reserved stays so
         return [Chunk(chunk.sequence, 1, None) for chunk in chunks]
+
+    def _stuck(self, sequence: Sequence) -> str:
+        book = self.cache.book
+        return (
+            f"request {sequence.request.name!r} finds no room though nothing runs: "
+            f"{counted(book.allocator.num_free, 'page', 'are')} free of "
+            f"{book.allocator.num_pages}, others are held by sequences of the engine's cache that "
+            "are not its own. Free those, or cancel the request."
+        )
 
     def _left(self, chunks: dict[Sequence, Chunk]) -> int:
         return self.limits.max_step_tokens - sum(c.num_tokens for c in chunks.values())

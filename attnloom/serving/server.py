@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import uuid
 from collections.abc import AsyncIterator
 
@@ -27,6 +28,7 @@ from attnloom.serving.problems import (
     ProblemError,
     UnknownModelError,
     add_handlers,
+    broken_problem,
     server_problem,
 )
 from attnloom.serving.request import Output, Request
@@ -35,6 +37,8 @@ from attnloom.serving.text import Tokenizer
 from attnloom.serving.wire import Chat, Completion, Prompt, Sampled
 
 MAX_BODY_BYTES = 8 << 20
+
+_log = logging.getLogger("attnloom.serving")
 
 
 class Endpoint:
@@ -179,6 +183,9 @@ async def _events(outputs: Outputs, answer: Answer, wants_usage: bool) -> AsyncI
             yield _event(answer.usage_piece([lasts[name] for name in outputs.names]))
     except StepFailedError as error:
         yield _event(server_problem(error).body())
+    except Exception as error:  # of the tokenizer, which spells log-probabilities here
+        _log.exception("a stream is given up")
+        yield _event(broken_problem(error).body())
     yield "data: [DONE]\n\n"
 
 

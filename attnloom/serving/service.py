@@ -21,7 +21,7 @@ _log = logging.getLogger("attnloom.serving")
 
 class StepFailedError(AttnloomError, RuntimeError):
     """A step of the model raised an error, and the requests in the engine are lost; or it gave a
-    request nothing to draw from, and that one is."""
+    request nothing to draw from, or the tokenizer raised one for it, and that one is."""
 
 
 class StoppedError(StepFailedError):
@@ -214,9 +214,8 @@ class Service:
         if caller is None:
             return
         if output.error is not None:
-            _log.error("a request is given up: %s", output.error)
             # whoever asked for several texts at once gets one answer, which is an error now
-            self._fail(caller, StepFailedError(str(output.error)))
+            self._fail(caller, _given_up(output.error))
             return
         caller.send(output)
         if output.finish is not None:
@@ -261,3 +260,12 @@ class Service:
     def _fail_all(self, error: Exception) -> None:
         for caller in {*self._callers.values()}:
             self._fail(caller, error)
+
+
+def _given_up(error: Exception) -> StepFailedError:
+    """What the caller of a request is told; the log says more of an error that is not ours."""
+    if isinstance(error, AttnloomError):
+        _log.error("a request is given up: %s", error)
+        return StepFailedError(str(error))
+    _log.error("a request is given up: the tokenizer failed", exc_info=error)
+    return StepFailedError(f"the tokenizer failed: {type(error).__name__}.")

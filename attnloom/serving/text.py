@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,15 +172,41 @@ def plain_chat(messages: Sequence[Message]) -> str:
     return "".join(said) + "assistant:"
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a TextStream stood."""
+
+    num_tokens: int
+    start: int
+    end: int
+    held: str
+    stopped: bool
+
+
 class TextStream:
-    """Text of a growing list of tokens, in pieces of whole characters, up to a stop text."""
+    """Text of a growing list of tokens, in pieces of whole characters, up to a stop text.
+
+    Attributes:
+        held: characters that may begin a stop text.
+        stopped: whether one came.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._tokens: list[int] = []
         self._start = self._end = 0  # tokens whose text gives context, tokens whose text is out
-        self._held = ""
+        self.held = ""
         self.stopped = False
+
+    def mark(self) -> Mark:
+        """Where it stands now, for `go_back`."""
+        return Mark(len(self._tokens), self._start, self._end, self.held, self.stopped)
+
+    def go_back(self, mark: Mark) -> None:
+        """Forget what came since."""
+        del self._tokens[mark.num_tokens :]
+        self._start, self._end = mark.start, mark.end
+        self.held, self.stopped = mark.held, mark.stopped
 
     def add(self, token: int) -> str:
         """Text that this token completes; nothing more once `stopped`."""
@@ -200,18 +227,18 @@ class TextStream:
             return ""
         context = self._tokenizer.decode(self._tokens[self._start : self._end])
         rest = self._tokenizer.decode(self._tokens[self._start :])[len(context) :]
-        held, self._held = self._held + rest, ""
+        held, self.held = self.held + rest, ""
         return held
 
     def _release(self, text: str) -> str:
-        text, self._held = self._held + text, ""
+        text, self.held = self.held + text, ""
         ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if ends:
             self.stopped = True
             return text[: min(ends)]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         if held:
-            text, self._held = text[:-held], text[-held:]
+            text, self.held = text[:-held], text[-held:]
         return text
 
 

@@ -20,6 +20,7 @@ from tests.mods import test_errors as mods_errors
 from tests.paged import test_errors as paged_errors
 from tests.serving import test_errors as serving_errors
 from tests.serving import test_errors_folders as folder_errors
+from tests.serving import test_errors_steps as step_errors
 from tests.serving import test_static as static_errors
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -56,7 +57,8 @@ def _pinned() -> Iterator[str]:
 
 
 def _pinned_of_caches() -> Iterator[str]:
-    for cases in (paged_errors.ERRORS, serving_errors.ERRORS, folder_errors.FOLDERS):
+    tables = (paged_errors.ERRORS, serving_errors.ERRORS, folder_errors.FOLDERS, step_errors.STEPS)
+    for cases in tables:
         yield from (case[-1] for case in cases.values())
     yield serving_errors.UNKNOWN_MODEL
     yield static_errors.NOT_CAPTURED

@@ -67,6 +67,16 @@ def test_a_fork_at_a_page_boundary_copies_nothing() -> None:
     assert book.pages(b)[:2] == book.pages(a)[:2]
 
 
+def test_a_window_that_begins_before_a_young_sequence_was_refused() -> None:
+    book = PageBook(num_pages=10, page_size=16)
+    a = book.new()
+    book.extend([a], [40])
+    before = book.state()
+    assert [book.drop_before(a, book.length(a) - window) for window in (64, 41, 40)] == [0, 0, 0]
+    assert book.state() == before
+    assert book.drop_before(a, book.length(a) - 24) == 1
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
