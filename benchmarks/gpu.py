@@ -121,6 +121,14 @@ def scaling_suite(keeps: Keeps, peers: Sequence[str]) -> Iterator[Row]:
     contest.require_agreement()
 
 
+def rehearse(suite: str, case: GpuCase, peers: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each phase of a case and who ran it, once and untimed."""
+    for phase in (_forward(suite, "forward", case), _backward(suite, case)):
+        runs, _ = _results(phase, peers)
+        torch.cuda.synchronize()
+        yield phase.name, list(runs)
+
+
 def _reading(inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:
     from benchmarks.gpu_reading import reading  # needs Triton
 
