@@ -181,10 +181,10 @@ def test_which_pages_are_read_by_two_warps():
     blocks = attnloom.create_block_mask(causal, None, None, 4096, 4096, "cpu", BLOCK_SIZE=16)
     taken = (
         *(call, paged_call(96, 16), paged_call(128, 16, 4), replace(call, blocks=None)),
-        *(paged_call(64, 16), paged_call(64, 32), paged_call(64, 64)),
+        *(paged_call(64, 16), paged_call(64, 32), paged_call(64, 64), paged_call(128, 32)),
     )
     others = (
-        *(paged_call(128, 32), paged_call(128, 64), paged_call(192, 16)),
+        *(paged_call(128, 64), paged_call(192, 16)),
         *(paged_call(128, 16, 5), paged_call(128, 16, dtype=FP32)),
         replace(call, blocks=blocks.lists()),
     )
