@@ -34,9 +34,9 @@ _ROUNDING = ("floor", "ceil", "round", "trunc")
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 SMOOTH = (*_ARITHMETIC, *_COMPARE, *_ROUNDING, "where", "and", "or", "xor", "not", "cast")
 SMOOTH += ("sin", "cos", "tanh", "sigmoid", "erf", "erfc", "atan", "asinh", "copysign")
-# Results do not depend on which of torch's implementations of a function is called. sqrt is not one:
-# torch rounds 12 of 252 elements to the neighbour of the nearest (torch 2.13, an AMD EPYC), and what
-# is left of 1e30 by such a number is another.
+# Results do not depend on which of torch's implementations of a function is called. sqrt is not
+# one: torch rounds 12 of 252 elements to the neighbour of the nearest (torch 2.13, an AMD EPYC),
+# and what is left of 1e30 by such a number is another.
 EXACT = (*_ARITHMETIC, *_COMPARE, *_ROUNDING, "where", "and", "or", "xor", "not", "cast")
 EXACT += ("div", "floordiv", "mod", "fmod", "truncdiv", "shl", "shr", "copysign", "isnan")
 EXACT += ("isinf", "isfinite", "reciprocal")
