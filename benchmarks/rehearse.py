@@ -5,8 +5,8 @@ python -m benchmarks.rehearse --suite gpu --peers triton torch-flex sdpa-cudnn f
 The suite itself compiles one contender after the other: torch flex twice a case, 5 to 8 seconds
 each, FlashAttention 4 once a form. Peers find what was compiled here in caches of their own, whose
 folders must be the suite's (TORCHINDUCTOR_CACHE_DIR, FLASH_ATTENTION_CUTE_DSL_CACHE_DIR with
-FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, TRITON_CACHE_DIR). H200, 16 cores, 18 cases: 85 s beside
-other work, and 54 s for the suite behind it, which took five minutes.
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, TRITON_CACHE_DIR). H200, 16 cores, 18 cases, the same
+calls in a process each: 85 s beside other work, and 54 s for the suite behind it.
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ _FORMS: dict[int, tuple[Form, ...]] = {
     ),
 }
 # The same, tried before those, where there is no score_mod and the mask looks up nothing;
-# _UP_TO_96: D and Dv of 65 to 96. H200, causal and full, of FA4's speed: D=64 0.903 -> 0.948 and
-# 0.929 -> 0.978, where named barriers gained nothing; D=96 0.835 -> 0.894 and 0.817 -> 0.855; D=128
-# full 1.019; of cuDNN's D=192 1.012 and 1.037.
+# _UP_TO_96: D and Dv of 65 to 96. H200, causal and full, of FA4's speed: D=64 0.901 -> 0.949 and
+# 0.928 -> 0.979, with named barriers 0.824 and 0.847; D=96 0.830 -> 0.891 and 0.809 -> 0.848; D=128
+# full 1.021; of cuDNN's D=192 1.035 and 1.020, D=256 full 1.132.
 _UP_TO_96 = 96
 _PLAIN: dict[int, tuple[Form, ...]] = {
     64: (
@@ -150,12 +150,13 @@ _PLAIN: dict[int, tuple[Form, ...]] = {
     ),
 }  # fmt: skip
 # In place of those where a mask has blocks: keys waited for ahead, which loses without one. H200,
-# causal, of FA4's speed: D=128 0.968 -> 0.991 with sums a lane, before named barriers.
+# causal: D=128 0.970 -> 1.016 of FA4's speed, D=256 1.120 of cuDNN's.
 _PLAIN_MASKED: dict[int, tuple[Form, ...]] = {
     widest: tuple(replace(form, ahead=True) for form in _PLAIN[widest]) for widest in (128, 256)
 }
 # The same for blocks of short_rows.py. H200, 12 documents, S=2048 and 8,192, ms: D=64 0.222 ->
-# 0.112 and 0.315 -> 0.199, D=128 0.204 -> 0.158 and 0.333 -> 0.268; named 1.014.
+# 0.112 and 0.315 -> 0.199, D=128 0.204 -> 0.158 and 0.333 -> 0.268;
+# named 1.014 of that, with waits cut as in docs/log.md.
 _OF_SHORT_ROWS: dict[int, tuple[Form, ...]] = {
     64: (Form(1, 64, 2, 1, True, False, 240, 24, (216, 24), q_kept=1, programs=2),),
     128: (
