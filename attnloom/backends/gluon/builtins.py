@@ -110,20 +110,21 @@ def signal(number, threads: gl.constexpr):
 
 
 @gluon.jit
-def signal_if(live, number, threads: gl.constexpr):
-    TEXT: gl.constexpr = _named_if("arrive", threads)
-    args: gl.constexpr = "=r,r,r"
+def _at_named_if(live, number, WHAT: gl.constexpr, threads: gl.constexpr):
+    TEXT: gl.constexpr = _named_if(WHAT, threads)
     live = live.to(gl.int32)
-    gl.inline_asm_elementwise(TEXT, args, [number, live], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(TEXT, "=r,r,r", [number, live], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def signal_if(live, number, threads: gl.constexpr):
+    _at_named_if(live, number, "arrive", threads)
 
 
 @gluon.jit
 def meet_if(live, number, threads: gl.constexpr):
     """A warp of its own waits at a named barrier until `threads` have passed, its own included."""
-    TEXT: gl.constexpr = _named_if("sync", threads)
-    args: gl.constexpr = "=r,r,r"
-    live = live.to(gl.int32)
-    gl.inline_asm_elementwise(TEXT, args, [number, live], dtype=gl.int32, is_pure=False, pack=1)
+    _at_named_if(live, number, "sync", threads)
 
 
 @gluon.jit
