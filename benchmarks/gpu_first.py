@@ -70,11 +70,10 @@ def gpu_first_suite(keeps: Callable[[str], bool], peers: tuple[str, ...]) -> Ite
 def _cold_and_warm(key: str, contender: str, kind: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         places = {name: str(Path(folder) / part) for name, part in _CACHES.items()}
+        environment = os.environ | places | {"ATTNLOOM_QUICK_START": "1"}
         command = [sys.executable, "-m", "benchmarks.gpu_first", key, contender, kind]
         cold, warm = (
-            subprocess.run(
-                command, env=os.environ | places, capture_output=True, text=True, check=False
-            )
+            subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             for _ in range(2)
         )
     for done in (cold, warm):

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnloom.backends.registry import Again, AttentionCall, Backend, ForwardResult, Gradients
+from attnloom.backends.registry import (
+    Again,
+    AttentionCall,
+    Backend,
+    ForwardResult,
+    Gradients,
+    NotYet,
+)
 from attnloom.block_mask import BlockLists
 from attnloom.ir.node import BoundProgram
 from attnloom.paged.table import PageTable
@@ -96,7 +103,8 @@ class Launch:
         place = want_max_scores, for_backward
         if again is not None and place not in again.forwards and may_keep(query):
             found = self.backend.forward_again(call, want_max_scores)
-            again.forwards[place] = found
+            if not isinstance(found, NotYet):
+                again.forwards[place] = found
         return result
 
     def backward(

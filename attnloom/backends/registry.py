@@ -106,6 +106,13 @@ BackwardAgain = Callable[
 ]
 
 
+class NotYet:
+    """In place of a shorter way: this call ran as later ones will not, so ask again then."""
+
+
+NOT_YET = NotYet()
+
+
 class Again:
     """What is remembered of a call for calls like it; None for a backend that has no shorter way.
 
@@ -131,7 +138,9 @@ class Backend(Protocol):
 
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult: ...
 
-    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
+    def forward_again(
+        self, call: AttentionCall, want_max_scores: bool
+    ) -> ForwardAgain | NotYet | None:
         """A shorter way to `forward` for calls like this one, which has run."""
         ...
 

@@ -37,7 +37,6 @@ MODULES = (
     rings,
 )  # fmt: skip
 HEADS, GROUP, BATCH = 4, 2, 2
-ROWS = 4  # of a consumer: the protocol does not depend on it
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class Launch:
                     )
                 late = {"load": 0, "consume": 1, "columns": len(roles) - 1}.get(self.laggard, -1)
                 warps += [
-                    (role, program, i == late, 4 if 0 < i <= cfg.CONSUMERS else 1)
+                    (role, program, i == late, cfg.WARPS if 0 < i <= cfg.CONSUMERS else 1)
                     for i, role in enumerate(roles)
                 ]
             play(self.world, warps)
@@ -137,7 +136,7 @@ class Launch:
     def names(self) -> dict[str, Any]:
         """What the functions' modules hold in place of the language's."""
         found = stand_ins(self.world, self.plan.programs, MODULES)
-        found |= {"ROWS": ROWS, "FLAG_BITS": 6, "ALL_FULL": 42, "KEYS_LEFT": 8, "VALUES_LEFT": 12}
+        found |= {"FLAG_BITS": 6, "ALL_FULL": 42, "KEYS_LEFT": 8, "VALUES_LEFT": 12}
         found |= {name: self._watched(found[name]) for name in ("_overlapped_tile", "_plain_tile")}
         return found | {
             "take_job": self._remembered(found["take_job"]),
@@ -206,7 +205,7 @@ class Launch:
     def _compare(self, log: list[Any], tile: int, unit: int, consumer: int) -> None:
         cfg = self.cfg
         b, h = unit // HEADS, unit % HEADS
-        row = (tile * cfg.CONSUMERS + consumer) * ROWS
+        row = (tile * cfg.CONSUMERS + consumer) * cfg.ROWS
         b_kv, h_kv = b, h // GROUP
         panels = range(cfg.PANELS)
         wanted_scores = [

@@ -20,7 +20,7 @@ if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
     pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
 
 # ruff: noqa: E402
-from attnloom.backends.gluon import backward_ahead, launch_forward
+from attnloom.backends.gluon import backward_ahead, first_call
 from attnloom.backends.triton import beside
 from benchmarks import prewarm
 from benchmarks.signatures import type_of
@@ -188,7 +188,7 @@ def test_lists_are_derived_while_the_forward_is_compiled(head_dim: int, monkeypa
     mask = attnloom.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
     compiler = Compiler()
     compiling, derived = threading.Event(), threading.Event()
-    derive, compile_ = launch_forward._lists, compiler.compile
+    derive, compile_ = first_call.lists_of, compiler.compile
 
     def lists(*args: Any) -> Any:
         assert compiling.wait(60), "the kernel waited for its lists"
@@ -201,7 +201,7 @@ def test_lists_are_derived_while_the_forward_is_compiled(head_dim: int, monkeypa
         assert derived.wait(60), "the lists waited for the kernel"
         return compile_(*args)
 
-    monkeypatch.setattr(launch_forward, "_lists", lists)
+    monkeypatch.setattr(first_call, "lists_of", lists)
     compiler.compile = compiled
     with installed(compiler):
         attnloom.flex_attention(*inputs(head_dim, grad=False), block_mask=mask)

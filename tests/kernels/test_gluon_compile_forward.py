@@ -22,7 +22,8 @@ needs_gluon(also=True)
 
 import triton  # noqa: E402
 
-from attnloom.backends.gluon import launch_forward  # noqa: E402
+from attnloom.backends.gluon import configs_forward, launch_forward  # noqa: E402
+from attnloom.backends.gluon.forward_sm90 import forward_kernel  # noqa: E402
 from attnloom.backends.triton.fields import Tensors  # noqa: E402
 from attnloom.backends.triton.launcher import Launcher  # noqa: E402
 from tests.kernels.cross_compile import TARGETS, device_is  # noqa: E402
@@ -88,7 +89,7 @@ def compiled(call: AttentionCall) -> CompiledGluon:
         mock.patch.object(Launcher, "__call__", launch),
     ):
         launch_forward._choose(call, Tensors.of(call, False), True, call)
-    return compile_gluon(launch_forward.forward_kernel, launched[0], options)
+    return compile_gluon(forward_kernel, launched[0], options)
 
 
 # Bytes that a thread may spill, as recorded with Triton 3.6 and 3.9, with some room.
@@ -132,6 +133,25 @@ def test_forward(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int)
 @pytest.mark.parametrize(("D", "score", "mask", "dtype", "spills"), REST)
 def test_other_forwards(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
     check(D, score, mask, dtype, spills)
+
+
+FIRST_CALLS = [(128, softcap, causal), (64, None, causal), (96, None, None), (192, softcap, causal)]
+FIRST_CALLS += [(256, None, causal), (128, None, documents), (64, alibi, documents)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("D", "score", "mask"), FIRST_CALLS)
+def test_forms_of_first_calls(D: int, score: Any, mask: Any) -> None:
+    """One consumer of eight warps: half as much to compile, and nothing spilled."""
+    in_order = launch_forward._in_order
+
+    def quick(call: AttentionCall, fixed: bool) -> tuple[Any, ...]:
+        found = configs_forward.quick(in_order(call, fixed)[0])
+        assert found is not None
+        return (found,)
+
+    with mock.patch.object(launch_forward, "_in_order", quick):
+        check(D, score, mask, BF16, 16)
 
 
 @pytest.mark.long

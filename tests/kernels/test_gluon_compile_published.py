@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from attnloom import create_block_mask
 from attnloom.api.planning import _after_passes
-from attnloom.backends.gluon import launch_forward
+from attnloom.backends.gluon import launch_forward, ready_forward
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.fields import Tensors
 from attnloom.ir.node import BoundProgram, DType
@@ -165,7 +165,7 @@ def forward_of(call: AttentionCall) -> CompiledGluon:
     with (
         device_is("sm_90"),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
-        mock.patch.object(launch_forward, "Launcher", _Compiler),
+        mock.patch.object(ready_forward, "Launcher", _Compiler),
     ):
         ready = launch_forward._choose(call, Tensors.of(call, False), True, call)
     assert not isinstance(ready, str), ready

@@ -17,7 +17,7 @@ from attnloom.trace.tracer import trace_mask, trace_score
 from tests.kernels.cross_compile import device_is
 
 pytest.importorskip("triton.experimental.gluon")
-from attnloom.backends.gluon import launch_forward
+from attnloom.backends.gluon import launch_forward, ready_forward
 from attnloom.backends.gluon.configs_forward import Form
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_under_a_mask_more_heads_are_taken_together(
 ) -> None:
     query, key = (torch.empty(1, n, length, 128, dtype=torch.float16) for n in (group, 1))
     call = replace(call_of(128, mask), query=query, key=key, value=key)
-    assert launch_forward._heads_together(call, H200) == heads
+    assert ready_forward._heads_together(call, H200) == heads
 
 
 @pytest.mark.parametrize("mask", [None, causal])

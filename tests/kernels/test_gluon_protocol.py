@@ -17,8 +17,9 @@ from tests.kernels.gluon_world import ProtocolError
 def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
-        CONSUMERS=consumers, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2, PANELS=1, D=64, DV=64,
-        Q_KEPT=0, REST=0, NAMED=False, BY_LANE=False, LATE=False, AHEAD=False, PACKED=False,
+        CONSUMERS=consumers, WARPS=4, ROWS=4, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2,
+        PANELS=1, D=64, DV=64, Q_KEPT=0, REST=0, NAMED=False, BY_LANE=False, LATE=False,
+        AHEAD=False, PACKED=False,
         OVERLAP=consumers < 3, OUT_IN_Q=False, PREFETCH=False, OPERAND=None, SUB=1,
         HAS_LISTS=True, APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True,
         HAS_TAIL=False, MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1,
@@ -81,6 +82,10 @@ FORMS = {
     "named, one tile": form(Q_STAGES=1, OUT_IN_Q=True, NAMED=True),
     "named, prefetch": form(Q_STAGES=1, OUT_IN_Q=True, PREFETCH=True, NAMED=True),
     "named, packed, three": form(3, OVERLAP=True, AHEAD=True, PACKED=True, NAMED=True),
+    "quick": form(1, WARPS=8, ROWS=8, NAMED=True),
+    "quick, no columns": form(1, WARPS=8, ROWS=8, NAMED=True, AHEAD=True, Q_KEPT=1, NUM_COLUMNS=0),
+    "quick, in turn": form(1, WARPS=8, ROWS=8, NAMED=True, OVERLAP=False),
+    "quick, no mask": form(1, WARPS=8, ROWS=8, NAMED=True, PACKED=True, **PLAIN),
     "prefetch": form(PREFETCH=True),
     "prefetch, three consumers": form(3, PREFETCH=True),
     "prefetch, no mask": form(PREFETCH=True, **PLAIN | {"NEEDS_KEYS": True}),

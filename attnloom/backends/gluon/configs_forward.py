@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-ROWS = 64  # queries of a consumer
+ROWS = 64  # queries of four warps of a consumer
+FEW_SPILLS = 16  # registers a thread may keep in memory; with more, the next form is tried
 _NAMED = 4  # barriers of a ring (rings.py)
 PANEL = 64
 _WIDTHS = (64, 128, 256)
@@ -32,6 +33,7 @@ class Form:
     cut: the product q . k^T takes 64 columns of a tile of 128, and of the others those that D uses.
     named: slots of keys and values are given back by named barriers (rings.py).
     programs: on a processor, which then divide its registers and its shared memory.
+    warps: of a consumer.
     """
 
     consumers: int
@@ -56,6 +58,7 @@ class Form:
     cut: bool = False
     named: bool = False
     programs: int = 1
+    warps: int = 4
 
     def __post_init__(self) -> None:
         assert self.panels in (1, 3) and self.q_kept in (0, self.panels)
@@ -65,8 +68,13 @@ class Form:
         assert not self.named or self.stages <= _NAMED
 
     @property
+    def rows(self) -> int:
+        """Queries of a consumer."""
+        return ROWS // 4 * self.warps
+
+    @property
     def tile_m(self) -> int:
-        return self.consumers * ROWS
+        return self.consumers * self.rows
 
     def is_apart(self, q_block: int) -> bool:
         """Whether rows of a tile may lie in several blocks of a mask."""
@@ -209,6 +217,19 @@ def forms(
 def forms_of_short_rows(head_dim: int, value_dim: int) -> tuple[Form, ...]:
     """The same for masks of blocks as short_rows.py has them."""
     return _OF_SHORT_ROWS.get(widest_of(head_dim, value_dim), ())
+
+
+def quick(form: Form) -> Form | None:
+    """The same for a first call: all of a tile's queries in one consumer of eight warps. Triton
+    copies what it made of a consumer for each, so that this compiles in about half the time, gives
+    the same bits, and is slower by a few per cent. None where a tile has one consumer of four
+    warps, and for pieces, which are divided among four."""
+    if form.consumers == 1 or form.pieces:
+        return None
+    return replace(
+        form, consumers=1, warps=8, named=True, registers=240, load_registers=24,
+        column_registers=(232, 40),
+    )  # fmt: skip
 
 
 def widest_of(head_dim: int, value_dim: int) -> int:

@@ -42,6 +42,8 @@ class ForwardSm90Config(Sm90Config):
     """
 
     CONSUMERS: int
+    WARPS: int
+    ROWS: int
     TILE_N: int
     Q_STAGES: int
     PANELS: int
@@ -117,6 +119,8 @@ def config_of(
     return ForwardSm90Config(
         **shared,
         CONSUMERS=form.consumers,
+        WARPS=form.warps,
+        ROWS=form.rows,
         TILE_N=form.tile_n,
         Q_STAGES=form.q_stages,
         PANELS=form.panels,

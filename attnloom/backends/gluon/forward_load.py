@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.forward_shared import (
     FLAG_BITS,
-    ROWS,
     give_job,
     key_tile,
     query_phase,
@@ -59,10 +58,10 @@ def _load_query(q_desc, mem, b, h, tile, n, cfg: gl.constexpr):
         slot = query_slot(n, i, cfg)
         full = mem.q_full.index(slot)
         mbarrier.wait(mem.q_empty.index(slot), query_phase(n, cfg) ^ 1)
-        mbarrier.expect(full, ROWS * cfg.D * 2 * cfg.PANELS)
-        row = (tile * cfg.CONSUMERS + i) * ROWS
+        mbarrier.expect(full, cfg.ROWS * cfg.D * 2 * cfg.PANELS)
+        row = (tile * cfg.CONSUMERS + i) * cfg.ROWS
         for j in gl.static_range(cfg.PANELS):
-            q_box = box(mem.q.index(slot * cfg.PANELS + j), ROWS, cfg.D, cfg)
+            q_box = box(mem.q.index(slot * cfg.PANELS + j), cfg.ROWS, cfg.D, cfg)
             bi.async_load(q_desc, [b, h, row, j * cfg.D], full, q_box)
 
 

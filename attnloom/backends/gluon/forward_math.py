@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.builtins import exp2_fast, times_unless_one
 from attnloom.backends.gluon.forward_columns import read_columns
-from attnloom.backends.gluon.forward_shared import ROWS, key_tile
+from attnloom.backends.gluon.forward_shared import key_tile
 from attnloom.backends.triton.device_math import LN_2
 
 
@@ -209,11 +209,11 @@ def only_if(live, acc, cfg: gl.constexpr):
 def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     """(acc, m_i, l_i) before the first step."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, L)
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, VECTOR)
-    l_i = gl.full([ROWS], 0.0, gl.float32, VECTOR)
+    m_i = gl.full([cfg.ROWS], float("-inf"), gl.float32, VECTOR)
+    l_i = gl.full([cfg.ROWS], 0.0, gl.float32, VECTOR)
     if cfg.BY_LANE:
-        l_i = _lane_sums(gl.zeros([ROWS, cfg.TILE_N], gl.float32, L))
-    acc = gl.zeros([ROWS, cfg.DV], gl.float32, OUT)
+        l_i = _lane_sums(gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L))
+    acc = gl.zeros([cfg.ROWS, cfg.DV], gl.float32, OUT)
     if cfg.PANELS == 3:
         acc = acc, acc, acc
     return acc, m_i, l_i
@@ -252,7 +252,7 @@ def operand(p, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     if cfg.PACKED:
         left = p.to(gl.int16).to(cfg.OPERAND, bitcast=True)
         right = (p >> 16).to(gl.int16).to(cfg.OPERAND, bitcast=True)
-        whole = gl.join(left, right).reshape([ROWS, cfg.TILE_N])
+        whole = gl.join(left, right).reshape([cfg.ROWS, cfg.TILE_N])
         whole = gl.convert_layout(whole, L, assert_trivial=True)
         return gl.convert_layout(whole, gl.DotOperandLayout(0, OUT, 2))
     else:

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from attnloom.backends.gluon.forward_shared import PANEL, ROWS
+from attnloom.backends.gluon.forward_shared import PANEL
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def _panel(q, mem, i: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def scores(q, mem, slot, L: gl.constexpr, cfg: gl.constexpr):
     """q . k^T of a step, PANELS products in flight, or two if REST. q: see `take_queries`."""
-    zeros = gl.zeros([ROWS, cfg.TILE_N], gl.float32, L)
+    zeros = gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L)
     if cfg.REST > 0:
         whole = mem.k.index(slot)
         k = whole.slice(0, PANEL, 1).permute((1, 0))

@@ -1,7 +1,7 @@
 """What the warps of a forward program share, and how they tell each other which tile comes next.
 
 Glossary, beyond backends/triton/forward.py
-    consumer     a warpgroup (4 warps) that owns ROWS queries of a tile
+    consumer     WARPS warps that own ROWS queries of a tile, 16 each
     step         TILE_N keys and values against the tile's queries
     ring, slot, phase    see rings.py
     tag          of a step: key tile * 2 + whether the mask is to be applied; APART: as an entry of
@@ -16,7 +16,6 @@ from triton.language.core import _aggregate as aggregate
 
 from attnloom.backends.gluon import configs_forward, merged_lists
 
-ROWS = gl.constexpr(configs_forward.ROWS)  # queries of a consumer
 PANEL = gl.constexpr(configs_forward.PANEL)
 FLAG_BITS = gl.constexpr(merged_lists.FLAG_BITS)
 ALL_FULL = gl.constexpr(0b101010)  # flags of a step that three consumers keep all of, APART
@@ -78,10 +77,10 @@ def allocate(cfg: gl.constexpr):
     READERS: gl.constexpr = C + (1 if cfg.NUM_COLUMNS > 0 else 0)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     P: gl.constexpr = cfg.PANELS
-    q = gl.allocate_shared_memory(cfg.OPERAND, [Q * P, ROWS, cfg.D], TILES)
+    q = gl.allocate_shared_memory(cfg.OPERAND, [Q * P, cfg.ROWS, cfg.D], TILES)
     out = q
     if not cfg.OUT_IN_Q:
-        out = gl.allocate_shared_memory(cfg.OPERAND, [C * P, ROWS, cfg.DV], TILES)
+        out = gl.allocate_shared_memory(cfg.OPERAND, [C * P, cfg.ROWS, cfg.DV], TILES)
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
     # Memory of barriers that nobody used later would be given to other things, while they are
     # barriers still: an interrupted program then reads other values than it wrote there (H200).

@@ -60,7 +60,6 @@ from attnloom.backends.gluon.forward_math import (
 from attnloom.backends.gluon.forward_products import add_output, finished, scores, take_queries
 from attnloom.backends.gluon.forward_shared import (
     ALL_FULL,
-    ROWS,
     allocate,
     is_full,
     query_phase,
@@ -246,7 +245,7 @@ def _space(mem, at, cfg: gl.constexpr):
     """Where a panel of results leaves from."""
     if cfg.OUT_IN_Q:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        return bi.reinterpret(mem.out.index(at), cfg.OPERAND, [ROWS, cfg.DV], LAYOUT)
+        return bi.reinterpret(mem.out.index(at), cfg.OPERAND, [cfg.ROWS, cfg.DV], LAYOUT)
     else:
         return mem.out.index(at)
 
@@ -268,7 +267,7 @@ def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexp
         _space(mem, at, cfg).store(result.to(cfg.OPERAND))
     fence_async_shared()
     for i in gl.static_range(cfg.PANELS):
-        panel = box(_space(mem, at + i, cfg), ROWS, cfg.DV, cfg)
+        panel = box(_space(mem, at + i, cfg), cfg.ROWS, cfg.DV, cfg)
         bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
     log_sum, natural = log_sums(m_i, l_i, base)
     at = unit.to(gl.int64) * q_len + queries
@@ -280,8 +279,8 @@ def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexp
 @gluon.jit
 def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer, cfg: gl.constexpr):
     """What a consumer does. sizes = (Hq, Q_LEN, KV_LEN, q_offset, kv_offset)."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.TILE_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.DV, 16])
     heads, q_len, kv_len, q_offset, kv_offset = sizes
     factor, base = scales
     if cfg.BAKED:
@@ -293,8 +292,8 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
     tile, unit, steps = take_job(mem, 0)
     while tile >= 0:
         b, h = unit // heads, unit % heads
-        row = (tile * cfg.CONSUMERS + consumer) * ROWS
-        queries = row + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+        row = (tile * cfg.CONSUMERS + consumer) * cfg.ROWS
+        queries = row + gl.arange(0, cfg.ROWS, gl.SliceLayout(1, L))
         context = contexts(score_args, mask_args, b, h, row, queries, q_offset, cfg)
         slot = query_slot(num_tiles, consumer, cfg)
         mbarrier.wait(mem.q_full.index(slot), query_phase(num_tiles, cfg))

@@ -21,6 +21,7 @@ from attnloom.backends.registry import (
     ForwardAgain,
     ForwardResult,
     Gradients,
+    NotYet,
     load,
 )
 from attnloom.backends.triton.current import on_device
@@ -50,7 +51,9 @@ class GluonBackend:
             return self._other(call, found).forward(call, want_max_scores)
         return found
 
-    def forward_again(self, call: AttentionCall, want_max_scores: bool) -> ForwardAgain | None:
+    def forward_again(
+        self, call: AttentionCall, want_max_scores: bool
+    ) -> ForwardAgain | NotYet | None:
         from attnloom.backends.gluon import launch_forward
 
         with on_device(call.query.device):

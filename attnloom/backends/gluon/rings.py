@@ -37,7 +37,7 @@ def phase_of(n, cfg: gl.constexpr):
 def readers(cfg):
     """Threads that come by the barrier of a slot of keys or values that is given back: those of
     the consumers, of the producer and of the warp of columns."""
-    return 128 * int(cfg.CONSUMERS) + (64 if int(cfg.NUM_COLUMNS) > 0 else 32)
+    return 32 * int(cfg.WARPS) * int(cfg.CONSUMERS) + (64 if int(cfg.NUM_COLUMNS) > 0 else 32)
 
 
 @gluon.jit

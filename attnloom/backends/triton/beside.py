@@ -33,15 +33,24 @@ Launch = tuple[Launcher, tuple[object, ...]]  # and its arguments
 Then = Callable[[Any], None]
 
 
+class _NotThereError(Exception):
+    """A kernel would have to be compiled."""
+
+
 class Job:
     """Launches whose kernels are compiled, one after the other, in a thread of their own.
 
     then: is given the last kernel, in that thread. read: set once the first kernel's source was
-    read, or will not be.
+    read, or will not be. look: kernels are taken from the cache on disk alone; `missed` says that
+    one is not there.
     """
 
-    def __init__(self, launches: Sequence[Launch], then: Then | None = None) -> None:
+    def __init__(
+        self, launches: Sequence[Launch], then: Then | None = None, look: bool = False
+    ) -> None:
         self.read = threading.Event()
+        self.missed = False
+        self._look = look
         self._process = os.getpid()
         self._device = _current_device()
         # not a daemon: a process that ends waits for Triton to return
@@ -49,7 +58,7 @@ class Job:
         self._thread.start()
 
     def _run(self, launches: Sequence[Launch], then: Then | None) -> None:
-        _thread.read = self.read
+        _thread.read, _thread.look = self.read, self._look
         try:
             with on_device(self._device):
                 for launch, args in launches:
@@ -57,6 +66,8 @@ class Job:
                     made = launch.compile(args)
             if then is not None:
                 then(made)
+        except _NotThereError:
+            self.missed = True
         except Exception as error:
             # the launch compiles once more, and raises where its caller sees it
             _log.debug("a kernel could not be compiled ahead: %s", error)
@@ -132,6 +143,8 @@ def _telling(source: type) -> type:
 
     class Telling(source):  # type: ignore[misc, valid-type]
         def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+            if getattr(_thread, "look", False):
+                raise _NotThereError
             try:
                 return super().make_ir(*args, **kwargs)
             finally:
