@@ -138,24 +138,28 @@ class Launch:
         found = stand_ins(self.world, self.plan.programs, MODULES)
         found |= {"FLAG_BITS": 6, "ALL_FULL": 42, "KEYS_LEFT": 8, "VALUES_LEFT": 12}
         found |= {name: self._watched(found[name]) for name in ("_overlapped_tile", "_plain_tile")}
-        return found | {
-            "take_job": self._remembered(found["take_job"]),
-            "contexts": lambda *_: None,
-            "empty_state": lambda *_: (self._accumulators(), Nothing(), Nothing()),
-            "take_queries": self._queries,
-            "rescaled": lambda acc, *_: acc,
-            "caught_up": lambda acc, *_: acc,
-            "only_if": lambda _, acc, __: acc,
-            "columns": lambda *_: None,
-            "look_up": lambda _, tag, cfg: found["key_tile"](tag, cfg) * cfg.TILE_N,
-            "row_bias": lambda *_: None,
-            "carried": lambda weights, *_: weights,
-            "operand": lambda p, *_: p,
-            "modified": self._modified,
-            "masked": self._masked,
-            "softmax_step": lambda *_: (Nothing(), Nothing(), Nothing(), Nothing()),
-            "_store": lambda *_: None,
-        }
+        return (
+            found
+            | {
+                "take_job": self._remembered(found["take_job"]),
+                "contexts": lambda *_: None,
+                "empty_state": lambda *_: (self._accumulators(), Nothing(), Nothing()),
+                "take_queries": self._queries,
+                "rescaled": lambda acc, *_: acc,
+                "caught_up": lambda acc, *_: acc,
+                "only_if": lambda _, acc, __: acc,
+                "columns": lambda *_: None,
+                "look_up": lambda _, tag, cfg: found["key_tile"](tag, cfg) * cfg.TILE_N,
+                "row_bias": lambda *_: None,
+                "carried": lambda weights, *_: weights,
+                "operand": lambda p, *_: p,
+                "modified": self._modified,
+                "masked": self._masked,
+                "softmax_step": lambda *_: (Nothing(), Nothing(), Nothing(), Nothing()),
+                "_store": lambda *_: None,
+            }
+            | self._wide(found["add_output"])
+        )
 
     def _remembered(self, take: Callable[..., Any]) -> Callable[..., Any]:
         def job(mem: Any, n: int) -> Any:
@@ -166,7 +170,23 @@ class Launch:
         return job
 
     def _accumulators(self) -> Any:
-        return (Nothing(),) * 3 if self.cfg.PANELS == 3 else Nothing()
+        return (Nothing(),) * 3 if self.cfg.PARTS == 3 else Nothing()
+
+    def _wide(self, add_output: Callable[..., Any]) -> dict[str, Any]:
+        """In place of addresses, and one group for all panels of a step's values."""
+
+        def add(p: Any, mem: Any, values_at: Any, slot: int, acc: Any, cfg: Any) -> Any:
+            if not cfg.WIDE:
+                return add_output(p, mem, values_at, slot, acc, cfg)
+            groups = self.world.own.groups
+            before = len(groups)
+            for i in range(cfg.PANELS):
+                self.world.multiply(p, mem.v.index(slot * cfg.PANELS + i), acc)
+            groups[before:] = [[read for group in groups[before:] for read in group]]
+            return acc
+
+        nothing = {"clear_beginnings": lambda: None, "address_of": lambda *_: Int(0)}
+        return nothing | {"add_output": add}
 
     def _queries(self, mem: Any, at: int, *_: Any) -> Any:
         """Where they lie, and those that lie in registers besides."""

@@ -70,10 +70,13 @@ def made() -> Iterator[list[str]]:
 
 FORWARDS = [
     (dim, form)
-    for table in (configs_forward._FORMS, configs_forward._PLAIN, configs_forward._IN_PIECES)
+    for table in (
+        configs_forward._FORMS, configs_forward._PLAIN, configs_forward._PLAIN_MASKED,
+        configs_forward._IN_PIECES,
+    )
     for dim, forms in table.items()
     for form in forms
-]
+]  # fmt: skip
 
 
 def _named(value: Any) -> str:

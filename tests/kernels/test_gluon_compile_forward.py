@@ -103,8 +103,8 @@ REST = [
     (72, None, causal, FP16, 0),
     (96, None, causal, BF16, 0),
     (96, None, None, FP16, 0),
-    (192, None, causal, BF16, 0),
-    (192, None, None, FP16, 0),
+    (192, None, causal, BF16, 40),
+    (192, None, None, FP16, 16),
     (192, softcap, causal, BF16, 0),
     (192, None, documents, BF16, 32),
     (256, None, causal, BF16, 40),
@@ -122,6 +122,23 @@ def check(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> Non
     assert found.shared <= TARGETS["sm_90"][1].shared_bytes
     assert "wgmma.mma_async" in found.text
     assert "cp.async.bulk.tensor" in found.text
+
+
+# Instructions of p . v: 16 keys each, of every consumer, twice where products overlap.
+WIDE = [(96, causal, 96, 32), (80, None, 96, 24), (192, causal, 192, 32), (144, None, 192, 16)]
+
+
+@pytest.mark.parametrize(("D", "mask", "columns", "instructions"), WIDE)
+def test_products_of_96_and_192_columns(D: int, mask: Any, columns: int, instructions: int) -> None:
+    """What forward_wide.py needs of Triton and ptxas: shared memory has a name, and products that
+    are written out overlap as Triton's own do."""
+    with mock.patch.object(launch_forward, "has_few_steps", lambda call: False):
+        found = compiled(call_of(D, None, mask))
+    assert found.serialised == ()
+    assert found.spills <= (0 if triton.__version__.startswith("3.6") else 40)
+    assert found.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert re.search(r"\.extern \.shared [^;]*\bglobal_smem\[\];", found.text)
+    assert found.text.count(f"m64n{columns}k16") == instructions
 
 
 @pytest.mark.parametrize(("D", "score", "mask", "dtype", "spills"), QUICK)

@@ -1,4 +1,4 @@
-"""Which calls at D=64 have two consumers in place of three (gluon/few_steps.py)."""
+"""Which calls at D=64 and 96 have two consumers in place of three (gluon/few_steps.py)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,14 @@ def test_what_is_not_timed_keeps_three(name: str) -> None:
     assert not has_few_steps(OTHERS[name])
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (64, 128), (192, 192)])
+@pytest.mark.parametrize("D", [72, 96])
+def test_heads_of_65_to_96_have_three_without_a_mask_and_with_many_steps(D: int) -> None:
+    assert consumers(call_of(None, 8192, D=D, Dv=96))[0] == 3
+    assert consumers(call_of(None, 1024, D=D, Dv=96))[0] == 2
+    assert 3 not in consumers(call_of(causal, 8192, D=D, Dv=96))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(96, 96), (128, 128), (64, 128), (192, 192)])
 def test_wider_heads_have_forms_of_their_own(D: int, Dv: int) -> None:
     assert not has_few_steps(call_of(causal, 1024, D=D, Dv=Dv))
 

@@ -18,7 +18,7 @@ from tests.kernels.cross_compile import device_is
 
 pytest.importorskip("triton.experimental.gluon")
 from attnloom.backends.gluon import launch_forward, ready_forward
-from attnloom.backends.gluon.configs_forward import Form
+from attnloom.backends.gluon.configs_forward import Form, quick
 
 CPU = torch.device("cpu")
 LENGTH = 1024
@@ -67,21 +67,24 @@ def first(D: int, mask: Any, score: Any = None) -> Form:
 @pytest.mark.parametrize("mask", [None, causal])
 @pytest.mark.parametrize("D", [96, 128, 136, 192])
 def test_queries_in_registers_leave_their_tile_to_the_next(D: int, mask: Any) -> None:
-    first, *others = in_order(call_of(D, mask))
-    assert (first.q_kept, first.q_stages, first.out_in_q) == (first.panels, 1, False)
-    assert others
-    assert not any(form.q_kept for form in others)
+    found = in_order(call_of(D, mask))
+    kept = [form for form in found if form.q_kept]
+    assert {(form.q_stages, form.out_in_q) for form in kept} == {(1, False)}
+    assert {(form.q_stages, form.out_in_q) for form in found if form.wide and not form.q_kept} <= {
+        (1, True)
+    }
+    assert not found[-1].q_kept
 
 
 def test_keys_are_waited_for_ahead_where_that_gained() -> None:
     ahead = {D: [first(D, mask).ahead for mask in (None, causal)] for D in DIMS}
-    assert ahead == {D: [D not in (128, 256), True] for D in DIMS}
+    assert ahead == {D: [D in (64, 192), True] for D in DIMS}
 
 
 @pytest.mark.parametrize("mask", [None, causal])
 def test_slots_have_named_barriers_where_that_gained(mask: Any) -> None:
     named = {D for D in DIMS if first(D, mask).named}
-    assert named == {128, 192, 256}
+    assert named == {96, 128, 192, 256}
     scored = {D for D in DIMS if first(D, mask, capped).named}
     assert scored == {96, 128, 192, 256}
 
@@ -94,9 +97,47 @@ def test_slots_have_named_barriers_where_that_gained(mask: Any) -> None:
 def test_scores_of_heads_of_65_to_96_leave_out_columns(
     D: int, Dv: int, mask: Any, rest: int
 ) -> None:
-    first, *others = in_order(call_of(D, mask, Dv=Dv))
-    assert first.rest(D) == rest
-    assert not any(form.rest(D) for form in others)
+    found = in_order(call_of(D, mask, Dv=Dv, length=8 * LENGTH))
+    assert found[0].rest(D) == rest
+    assert {form.rest(D) for form in found} == {0, rest}
+    assert not found[-1].rest(D)
+
+
+@pytest.mark.parametrize(
+    ("D", "mask", "wide"),
+    [
+        (96, causal, [("named", 2, 128), ("", 2, 128)]),
+        (80, None, [("named", 3, 128), ("", 2, 128)]),
+        (192, causal, [("named", 2, 128), ("named", 2, 64)]),
+        (144, None, [("named", 2, 64)]),
+        (128, causal, []),
+        (256, None, []),
+    ],
+)
+def test_products_of_96_and_192_columns_come_first(D: int, mask: Any, wide: Any) -> None:
+    """What follows has none, should a device or a compiler not take them."""
+    found = in_order(call_of(D, mask, length=8 * LENGTH))
+    here = [("named" * form.named, form.consumers, form.tile_n) for form in found if form.wide]
+    assert here == wide
+    assert [form.wide for form in found] == sorted((form.wide for form in found), reverse=True)
+    assert not found[-1].wide
+
+
+@pytest.mark.parametrize("D", [96, 192])
+@pytest.mark.parametrize("mask", [None, causal])
+def test_first_calls_multiply_64_or_128_columns_at_a_time(D: int, mask: Any) -> None:
+    usual = first(D, mask)
+    found = quick(usual)
+    assert found is not None
+    assert (usual.wide, found.wide) == (True, False)
+    assert (found.tile_n, found.key_panels) == (usual.tile_n, usual.key_panels)
+
+
+def test_blocks_of_64_keys_have_64_a_step() -> None:
+    blocks = create_block_mask(causal, None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=(128, 64))
+    call = replace(call_of(192, causal), blocks=blocks.lists())
+    assert [form.tile_n for form in in_order(call)] == [64] * 4
+    assert in_order(call)[0].wide
 
 
 H200 = Device(90, 232_448, 132, 60 << 20)

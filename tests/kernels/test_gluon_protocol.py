@@ -18,20 +18,24 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
         CONSUMERS=consumers, WARPS=4, ROWS=4, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2,
-        PANELS=1, D=64, DV=64, Q_KEPT=0, REST=0, NAMED=False, BY_LANE=False, LATE=False,
-        AHEAD=False, PACKED=False,
-        OVERLAP=consumers < 3, OUT_IN_Q=False, PREFETCH=False, OPERAND=None, SUB=1,
-        HAS_LISTS=True, APART=consumers == 3, HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True,
-        HAS_TAIL=False, MAY_MASK=True, NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1,
-        COLUMN0="int32", BAKED=False, WANT_MAX=False, MASK_HEAD=lambda *_: None,
+        PANELS=1, D=64, DV=64, Q_KEPT=0, REST=0, WIDE=False, NAMED=False, BY_LANE=False,
+        LATE=False, AHEAD=False, PACKED=False, OVERLAP=consumers < 3, OUT_IN_Q=False,
+        PREFETCH=False, OPERAND=None, SUB=1, HAS_LISTS=True, APART=consumers == 3,
+        HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=False, MAY_MASK=True,
+        NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1, COLUMN0="int32", BAKED=False,
+        WANT_MAX=False, MASK_HEAD=lambda *_: None,
         MASK_COLUMN=lambda args, head, b, h, keys: (keys,),
     )  # fmt: skip
     vars(cfg).update(changed)
+    parts = {"PARTS": 3 if cfg.WIDE else cfg.PANELS, "PART": 64}
+    vars(cfg).update({"KEY_PANELS": cfg.STAGES * cfg.PANELS} | parts | changed)
     return cfg
 
 
 PLAIN = {"HAS_LISTS": False, "HAS_MASK": False, "MAY_MASK": False, "NEEDS_KEYS": False}
 PLAIN |= {"MAY_BE_EMPTY": False, "NUM_COLUMNS": 0, "APART": False}
+FIVE_PANELS = {"PANELS": 3, "KEY_PANELS": 5, "Q_STAGES": 1, "OUT_IN_Q": True, "AHEAD": True}
+FIVE_PANELS |= {"LATE": True, "WIDE": True}
 FORMS = {
     "two consumers": form(),
     "three consumers": form(3),
@@ -86,6 +90,24 @@ FORMS = {
     "quick, no columns": form(1, WARPS=8, ROWS=8, NAMED=True, AHEAD=True, Q_KEPT=1, NUM_COLUMNS=0),
     "quick, in turn": form(1, WARPS=8, ROWS=8, NAMED=True, OVERLAP=False),
     "quick, no mask": form(1, WARPS=8, ROWS=8, NAMED=True, PACKED=True, **PLAIN),
+    "quick, five panels": form(
+        1, **FIVE_PANELS | {"WIDE": False}, WARPS=8, ROWS=8, NAMED=True, NUM_COLUMNS=0
+    ),
+    "wide": form(
+        PANELS=3, NUM_COLUMNS=0, Q_KEPT=3, Q_STAGES=1, LATE=True, AHEAD=True, NAMED=True, WIDE=True
+    ),
+    "wide, cut": form(Q_KEPT=1, Q_STAGES=1, AHEAD=True, REST=32, NUM_COLUMNS=0, WIDE=True),
+    "wide, cut, named": form(
+        Q_KEPT=1, Q_STAGES=1, AHEAD=True, PACKED=True, REST=32, NUM_COLUMNS=0, WIDE=True, NAMED=True
+    ),
+    "wide, in turn": form(3, Q_STAGES=1, REST=32, OUT_IN_Q=True, NUM_COLUMNS=0, WIDE=True),
+    "wide, in turn, named": form(
+        3, Q_STAGES=1, REST=32, OUT_IN_Q=True, WIDE=True, NAMED=True, **PLAIN
+    ),
+    "five panels": form(**FIVE_PANELS, NUM_COLUMNS=0),
+    "five panels, named": form(**FIVE_PANELS, NUM_COLUMNS=0, NAMED=True),
+    "five panels, apart": form(**FIVE_PANELS, NUM_COLUMNS=0, NAMED=True, APART=True),
+    "five panels, no mask": form(**FIVE_PANELS, NAMED=True, **PLAIN),
     "prefetch": form(PREFETCH=True),
     "prefetch, three consumers": form(3, PREFETCH=True),
     "prefetch, no mask": form(PREFETCH=True, **PLAIN | {"NEEDS_KEYS": True}),
@@ -159,8 +181,8 @@ def late_values(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
-    def scores(q, mem, slot, *rest):
-        return names["scores"](q, mem, slot ^ 1, *rest)
+    def scores(q, mem, n, *rest):
+        return names["scores"](q, mem, n ^ 1, *rest)
 
     return {"scores": scores}
 
@@ -206,9 +228,9 @@ def no_barriers_for_columns(names: dict[str, Any]) -> dict[str, Any]:
 def keys_left_early(names: dict[str, Any]) -> dict[str, Any]:
     """Keys are given back before their product is done."""
 
-    def scores(q, mem, slot, L, cfg):
-        found = names["scores"](q, mem, slot, L, cfg)
-        names["bi"].signal(slot + 8, names["readers"](cfg))
+    def scores(q, mem, n, L, cfg):
+        found = names["scores"](q, mem, n, L, cfg)
+        names["bi"].signal(names["slot_of"](n, cfg) + 8, names["readers"](cfg))
         return found
 
     def leave(empty, slot, first, cfg):
@@ -216,6 +238,22 @@ def keys_left_early(names: dict[str, Any]) -> dict[str, Any]:
             names["leave"](empty, slot, first, cfg)
 
     return {"scores": scores, "leave": leave, "leave_if": lambda live, *rest: leave(*rest)}
+
+
+def last_panel_early(names: dict[str, Any]) -> dict[str, Any]:
+    """The last panel of a step is copied, as the others are, to where keys are multiplied still."""
+
+    def wait_left(empty, n, first, cfg):
+        return names["wait_left"](empty, n - 1 if first == 8 and n else n, first, cfg)
+
+    return {"wait_left": wait_left}
+
+
+def panels_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
+    def scores(q, mem, n, *rest):
+        return names["scores"](q, mem, max(n - 1, 0), *rest)
+
+    return {"scores": scores}
 
 
 def readers_forgotten(names: dict[str, Any]) -> dict[str, Any]:
@@ -236,6 +274,10 @@ def readers_forgotten(names: dict[str, Any]) -> dict[str, Any]:
         (form(), keys_of_the_step_before, "used|copied over"),
         (form(NUM_COLUMNS=0, NAMED=True), keys_left_early, "used|copied over|sees"),
         (form(NAMED=True), readers_forgotten, "sees|more often|copied over|every warp"),
+        (form(**FIVE_PANELS, NUM_COLUMNS=0), last_panel_early, "used|copied|more often"),
+        (form(**FIVE_PANELS, NUM_COLUMNS=0, NAMED=True), last_panel_early, "used|sees|more often"),
+        (form(**FIVE_PANELS, NUM_COLUMNS=0), panels_of_the_step_before, "used|copied over"),
+        (form(**FIVE_PANELS, NUM_COLUMNS=0, NAMED=True), keys_left_early, "used|copied|sees"),
     ],
 )
 def test_planted_mistakes_are_found(

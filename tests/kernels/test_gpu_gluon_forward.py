@@ -67,6 +67,23 @@ def test_three_panels(mod: str) -> None:
     check(Case(mod, replace(SIZES, D=192, Dv=192), FP16 if mod == "plain" else BF16))
 
 
+# p . v in one product of 96 or 192 columns, of which some are not there
+AT_ONCE = [(80, 80), (96, 96), (72, 96), (136, 136), (160, 160), (192, 192), (144, 192)]
+AT_ONCE_MODS = ["plain", "causal", "sliding_window", "every_second_row", "dilated_by_head"]
+AT_ONCE_MODS += ["left_padding", "document", "window_with_sinks"]
+
+
+@pytest.mark.parametrize("mod", AT_ONCE_MODS)
+@pytest.mark.parametrize(("D", "Dv"), AT_ONCE)
+def test_products_of_96_and_192_columns(D: int, Dv: int, mod: str) -> None:
+    """Blocks of 64 keys and of 64 queries have forms, or lists, of their own."""
+    sizes = replace(SIZES, Q_LEN=900, KV_LEN=1100, D=D, Dv=Dv)
+    for dtype, block_size in ((BF16, 128), (FP16, 128), (BF16, (128, 64)), (BF16, (64, 128))):
+        check(Case(mod, sizes, dtype, block_size=block_size))
+        if mod == "plain":
+            check(Case(mod, replace(sizes, KV_LEN=1024), dtype))
+
+
 LENGTHS = [(1, 1), (1, 63), (63, 1), (64, 128), (129, 257), (17, 1000), (1000, 17), (1000, 1000)]
 LENGTHS += [(192, 384), (193, 129), (384, 256)]
 
@@ -118,7 +135,8 @@ def test_large_scores(mod: str) -> None:
 
 # 64 and 96: packed weights; 96 to 192: queries in registers; 192 and 256: the output is multiplied
 # a step later
-FORMS = [(64, 64), (96, 72), (72, 96), (128, 128), (160, 136), (192, 192), (256, 256)]
+FORMS = [(64, 64), (80, 80), (96, 72), (72, 96), (128, 128), (160, 136), (144, 192), (192, 192)]
+FORMS += [(256, 256)]
 
 
 @pytest.mark.parametrize(("D", "Dv"), FORMS)
@@ -163,7 +181,7 @@ def test_more_tiles_than_processors_and_repeated_calls() -> None:
         check(Case("causal", sizes, BF16, seed=seed))
         check(Case("document", replace(sizes, D=128, Dv=128), BF16, seed=seed))
         check(Case("plain", replace(sizes, Q_LEN=1500), BF16, seed=seed))
-        for D in (192, 256):
+        for D in (96, 192, 256):
             check(Case("causal", replace(sizes, D=D, Dv=D), BF16, seed=seed))
         check(Case("causal", replace(sizes, D=128, Dv=128), BF16, seed=seed))
 

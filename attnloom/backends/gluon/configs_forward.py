@@ -32,6 +32,9 @@ class Form:
     packed: a step hands on its weights as pairs in a register, made once its product p . v is done.
     cut: the product q . k^T takes 64 columns of a tile of 128, and of the others those that D uses.
     named: slots of keys and values are given back by named barriers (rings.py).
+    wide: p . v is one product of three parts of the output (forward_wide.py): of its panels, or of
+        32 columns each where D and Dv are 65 to 96.
+    key_panels: that keys have room for, fewer than `stages` tiles have; 0: as many.
     programs: on a processor, which then divide its registers and its shared memory.
     warps: of a consumer.
     """
@@ -57,15 +60,24 @@ class Form:
     packed: bool = False
     cut: bool = False
     named: bool = False
+    wide: bool = False
+    key_panels: int = 0
     programs: int = 1
     warps: int = 4
 
     def __post_init__(self) -> None:
         assert self.panels in (1, 3) and self.q_kept in (0, self.panels)
         assert self.overlap or not (self.late or self.ahead or self.packed)
-        assert not self.cut or (self.panels, self.q_kept) == (1, 1)
+        assert not self.cut or self.panels == 1
         assert self.pieces or not (self.lines or self.prefetch)
+        assert not self.wide or ((self.panels == 3 or self.cut) and self.warps == 4)
+        assert not self.key_panels or self._is_short_ring()
         assert not self.named or self.stages <= _NAMED
+
+    def _is_short_ring(self) -> bool:
+        """Room for a step and two panels of the next, whose third waits for the step to be over."""
+        shape = self.panels, self.stages, self.key_panels
+        return shape == (3, 2, 5) and self.ahead
 
     @property
     def rows(self) -> int:
@@ -83,6 +95,15 @@ class Form:
     def rest(self, head_dim: int) -> int:
         """Columns past the first panel that q . k^T takes if it is cut, 16 at a time; else 0."""
         return -(-(head_dim - PANEL) // 16) * 16 if self.cut else 0
+
+    @property
+    def parts(self) -> int:
+        """Accumulators of the output."""
+        return 3 if self.wide else self.panels
+
+    def part(self, value_dim: int) -> int:
+        """Columns of an accumulator of the output."""
+        return PANEL // 2 if self.wide and self.panels == 1 else self.columns(value_dim)
 
     def columns(self, head_dim: int) -> int:
         """Of a tile in shared memory that holds a head dimension, or a panel of it."""
@@ -123,11 +144,22 @@ _FORMS: dict[int, tuple[Form, ...]] = {
         Form(2, 64, 2, 1, True, False, 240, 24, (232, 40)),
     ),
 }
-# The same, tried before those, where there is no score_mod and the mask looks up nothing;
-# _UP_TO_96: D and Dv of 65 to 96. H200, causal and full, of FA4's speed: D=64 0.901 -> 0.949 and
-# 0.928 -> 0.979, with named barriers 0.824 and 0.847; D=96 0.830 -> 0.891 and 0.809 -> 0.848; D=128
-# full 1.021; of cuDNN's D=192 1.035 and 1.020, D=256 full 1.132.
-_UP_TO_96 = 96
+# p . v of 96 and of 192 columns at once. H200, causal and full, in one run with what was in use
+# (1.000): D=96 two consumers 1.043 and 1.047, named 1.048 and 1.043, three whose products wait for
+# each other 1.031 and 1.110; D=192 64 keys a step 1.044 and 1.067, 128 of them 1.090 and 0.775.
+# Masks of much arithmetic may spill in the first form and not in one that follows.
+UP_TO_96 = 96  # D and Dv of 65 to 96
+_WIDE_96 = Form(
+    2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1, lazy=True, ahead=True, by_lane=True,
+    packed=True, cut=True, wide=True,
+)  # fmt: skip
+_WIDE_192 = Form(
+    2, 64, 2, 1, True, False, 240, 24, (232, 40), panels=3, q_kept=3, lazy=True, late=True,
+    ahead=True, by_lane=True, named=True, wide=True,
+)  # fmt: skip
+# The same, tried before those, where there is no score_mod and the mask looks up nothing. H200,
+# causal and full, of FA4's speed: D=64 0.901 -> 0.949 and 0.928 -> 0.979, with named barriers 0.824
+# and 0.847; D=128 full 1.021; of cuDNN's D=256 full 1.132.
 _PLAIN: dict[int, tuple[Form, ...]] = {
     64: (
         Form(
@@ -135,21 +167,18 @@ _PLAIN: dict[int, tuple[Form, ...]] = {
             packed=True,
         ),
     ),
-    _UP_TO_96: (
+    UP_TO_96: (
         Form(
-            2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1, lazy=True, ahead=True,
-            by_lane=True, packed=True, cut=True,
+            3, 128, 2, 1, False, True, 160, 32, (152, 56), lazy=True, by_lane=True, cut=True,
+            wide=True, named=True,
         ),
+        _WIDE_96,
+        replace(_WIDE_96, wide=False),
     ),
     128: (
         Form(2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1, by_lane=True, named=True),
     ),
-    192: (
-        Form(
-            2, 64, 2, 1, True, False, 240, 24, (232, 40), panels=3, q_kept=3, lazy=True, late=True,
-            ahead=True, by_lane=True, named=True,
-        ),
-    ),
+    192: (_WIDE_192, replace(_WIDE_192, wide=False)),
     256: (
         Form(
             2, 64, 2, 1, True, True, 240, 24, (232, 40), lazy=True, late=True, by_lane=True,
@@ -157,10 +186,16 @@ _PLAIN: dict[int, tuple[Form, ...]] = {
         ),
     ),
 }  # fmt: skip
-# In place of those where a mask has blocks: keys waited for ahead, which loses without one. H200,
-# causal: D=128 0.970 -> 1.016 of FA4's speed, D=256 1.120 of cuDNN's.
+# In place of those where a mask has blocks: at D=128 and 256 keys waited for ahead, which loses
+# without one. H200, causal: D=128 0.970 -> 1.016 of FA4's speed, D=256 1.120 of cuDNN's.
 _PLAIN_MASKED: dict[int, tuple[Form, ...]] = {
     widest: tuple(replace(form, ahead=True) for form in _PLAIN[widest]) for widest in (128, 256)
+} | {
+    UP_TO_96: (replace(_WIDE_96, named=True), *_PLAIN[UP_TO_96][1:]),
+    192: (
+        replace(_WIDE_192, tile_n=128, q_kept=0, out_in_q=True, key_panels=5),
+        *_PLAIN[192],
+    ),
 }
 # The same for blocks of short_rows.py. H200, 12 documents, S=2048 and 8,192, ms: D=64 0.222 ->
 # 0.112 and 0.315 -> 0.199, D=128 0.204 -> 0.158 and 0.333 -> 0.268;
@@ -204,8 +239,7 @@ def forms(
     found = (_IN_PIECES if pieces else _FORMS).get(widest, ())
     if plain:
         own = _PLAIN if kv_block is None else _PLAIN | _PLAIN_MASKED
-        place = _UP_TO_96 if head_dim in _CUT and value_dim in _CUT else widest
-        found = (*own.get(place, ()), *found)
+        found = (*own.get(place_of(head_dim, value_dim), ()), *found)
     return tuple(
         form
         for form in found
@@ -222,14 +256,21 @@ def forms_of_short_rows(head_dim: int, value_dim: int) -> tuple[Form, ...]:
 def quick(form: Form) -> Form | None:
     """The same for a first call: all of a tile's queries in one consumer of eight warps. Triton
     copies what it made of a consumer for each, so that this compiles in about half the time, gives
-    the same bits, and is slower by a few per cent. None where a tile has one consumer of four
-    warps, and for pieces, which are divided among four."""
+    the same bits, and is slower by a few per cent: a panel of the output at a time adds up the same
+    keys in the same order as all of them at once. None where a tile has one consumer of four warps,
+    and for pieces, which are divided among four."""
     if form.consumers == 1 or form.pieces:
         return None
     return replace(
-        form, consumers=1, warps=8, named=True, registers=240, load_registers=24,
+        form, consumers=1, warps=8, named=True, wide=False, registers=240, load_registers=24,
         column_registers=(232, 40),
     )  # fmt: skip
+
+
+def place_of(head_dim: int, value_dim: int) -> int:
+    """In the tables of calls without a score_mod."""
+    cut = head_dim in _CUT and value_dim in _CUT
+    return UP_TO_96 if cut else widest_of(head_dim, value_dim)
 
 
 def widest_of(head_dim: int, value_dim: int) -> int:

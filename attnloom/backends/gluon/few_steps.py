@@ -1,4 +1,4 @@
-"""Two consumers in place of three at heads of up to 64, where a tile has few steps.
+"""Two consumers in place of three at heads of up to 96, where a tile has few steps.
 
 Three have 192 queries: a step costs less a query, a tile's beginning and end more, and beside
 blocks of 128 a tile takes part in steps that some of its queries have no block in. Which is less
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnloom.backends.gluon.configs_forward import PANEL, ROWS
+from attnloom.backends.gluon.configs_forward import PANEL, ROWS, UP_TO_96, place_of
 from attnloom.backends.registry import AttentionCall
 
 _STEP = 128  # keys
@@ -26,9 +26,13 @@ class _Cost(NamedTuple):
         return -(-q_len // (ROWS * self.consumers)) * (self.tile + self.step * steps)
 
 
-# H200, causal, S=1024 and 8,192: docs/log.md. Of forms whose products wait for each other;
-# a step of three takes 0.95 of that since theirs overlap.
-_THREE, _TWO = _Cost(3, 3.48, 0.95 * 1.54), _Cost(2, 1.79, 1.15)
+# Of three and of two, by place in the tables. H200: docs/log.md. Up to 64 causal, S=1024 and 8,192,
+# of forms whose products wait for each other; a step of three takes 0.95 of that since theirs
+# overlap. 65 to 96 have three without a mask alone; steps of S=8192, tiles by their bytes.
+_COSTS = {
+    PANEL: (_Cost(3, 3.48, 0.95 * 1.54), _Cost(2, 1.79, 1.15)),
+    UP_TO_96: (_Cost(3, 5.2, 2.07), _Cost(2, 2.6, 1.49)),
+}
 # A tile of three spans two rows of blocks: one more step if both ends of a row move, as those of
 # windows do, half of one, on average, if only the last moves.
 _MORE_STEPS = 0.5
@@ -42,9 +46,10 @@ def has_few_steps(call: AttentionCall) -> bool:
     dims = call.query.size(3), call.value.size(3)
     if call.score is not None or (call.mask is not None and call.mask.tensors):
         return False
-    if max(dims) > PANEL:
-        return False
     q_len, blocks = call.query.size(2), call.blocks
+    place = place_of(*dims)
+    if place not in _COSTS or (place != PANEL and blocks is not None):
+        return False
     if blocks is None:
         steps: float = -(-call.key.size(2) // _STEP)
         more = 0.0
@@ -54,4 +59,5 @@ def has_few_steps(call: AttentionCall) -> bool:
         rows = blocks.row_offsets.numel() - 1
         steps = blocks.entries.numel() / rows * blocks.kv_block / _STEP
         more = _MORE_STEPS
-    return _TWO.of(q_len, steps) < _SURE * _THREE.of(q_len, steps + more)
+    three, two = _COSTS[place]
+    return two.of(q_len, steps) < _SURE * three.of(q_len, steps + more)

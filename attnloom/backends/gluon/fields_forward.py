@@ -38,6 +38,8 @@ class ForwardSm90Config(Sm90Config):
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
     PANELS: as many tiles of D or DV columns cover a head dimension.
+    PARTS: accumulators of the output, of PART columns each. WIDE: see forward_wide.py.
+    KEY_PANELS: of keys in shared memory, see rings.py.
     REST: columns past the first PANEL that q . k^T takes; 0: all. NAMED: see rings.py.
     """
 
@@ -55,6 +57,10 @@ class ForwardSm90Config(Sm90Config):
     OVERLAP: bool
     NAMED: bool
     PACKED: bool
+    WIDE: bool
+    PARTS: int
+    KEY_PANELS: int
+    PART: int
     REST: int
     OUT_IN_Q: bool
     APART: bool
@@ -132,6 +138,10 @@ def config_of(
         OVERLAP=form.overlap,
         NAMED=form.named,
         PACKED=form.packed,
+        WIDE=form.wide,
+        PARTS=form.parts,
+        KEY_PANELS=form.key_panels or form.stages * form.panels,
+        PART=form.part(value.size(3)),
         REST=form.rest(query.size(3)),
         OUT_IN_Q=form.out_in_q,
         REGISTERS=load[0],

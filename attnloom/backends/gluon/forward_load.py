@@ -23,6 +23,7 @@ from attnloom.backends.gluon.rings import (
     KEYS_LEFT,
     VALUES_LEFT,
     box,
+    key_panel,
     put,
     slot_of,
     wait_left,
@@ -35,14 +36,18 @@ def _load_step(k_desc, v_desc, mem, b, h, tag, n, cfg: gl.constexpr):
     slot = slot_of(n, cfg)
     row = key_tile(tag, cfg) * N
     full = mem.k_full.index(slot)
-    wait_left(mem.k_empty, n, KEYS_LEFT, cfg)
+    SHORT: gl.constexpr = cfg.KEY_PANELS < cfg.STAGES * cfg.PANELS
+    if not SHORT:
+        wait_left(mem.k_empty, n, KEYS_LEFT, cfg)
     if cfg.NEEDS_KEYS:
         put(mem.tags.index(slot), tag)
     if cfg.NUM_COLUMNS > 0:
         mbarrier.arrive(mem.tag_full.index(slot), count=1)
     mbarrier.expect(full, N * cfg.D * 2 * cfg.PANELS)
     for i in gl.static_range(cfg.PANELS):
-        k_box = box(mem.k.index(slot * cfg.PANELS + i), N, cfg.D, cfg)
+        if SHORT and i == cfg.PANELS - 1:
+            wait_left(mem.k_empty, n + 1, KEYS_LEFT, cfg)
+        k_box = box(mem.k.index(key_panel(n, i, cfg)), N, cfg.D, cfg)
         bi.async_load(k_desc, [b, h, row, i * cfg.D], full, k_box)
     full = mem.v_full.index(slot)
     wait_left(mem.v_empty, n, VALUES_LEFT, cfg)

@@ -113,7 +113,7 @@ def row_bias(context, tag, cfg: gl.constexpr):
 def masked(s, context, mem, n, keys, live, at, L: gl.constexpr, cfg: gl.constexpr):
     """-inf where the mask is false and past the last key. live: whether the consumer's block is.
     n, at: see forward_sm90.consume."""
-    q_offset, kv_offset, kv_len, _, _ = at
+    q_offset, kv_offset, kv_len, _, _, _ = at
     if cfg.APART:
         s = gl.where(live, s, float("-inf"))
     if cfg.HAS_TAIL:
@@ -174,7 +174,7 @@ def caught_up(acc, alpha, OUT: gl.constexpr, cfg: gl.constexpr):
     """The output of earlier steps in units of this one's; LAZY: no warp multiplies by ones."""
     if cfg.LAZY:
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-        if cfg.PANELS == 3:
+        if cfg.PARTS == 3:
             return (
                 times_unless_one(acc[0], factor),
                 times_unless_one(acc[1], factor),
@@ -190,7 +190,7 @@ def caught_up(acc, alpha, OUT: gl.constexpr, cfg: gl.constexpr):
 def rescaled(acc, alpha, OUT: gl.constexpr, cfg: gl.constexpr):
     """Rows of the output multiplied by a vector of queries."""
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-    if cfg.PANELS == 3:
+    if cfg.PARTS == 3:
         return acc[0] * factor, acc[1] * factor, acc[2] * factor
     else:
         return acc * factor
@@ -199,7 +199,7 @@ def rescaled(acc, alpha, OUT: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def only_if(live, acc, cfg: gl.constexpr):
     """The output of a tile, or zeros."""
-    if cfg.PANELS == 3:
+    if cfg.PARTS == 3:
         return gl.where(live, acc[0], 0.0), gl.where(live, acc[1], 0.0), gl.where(live, acc[2], 0.0)
     else:
         return gl.where(live, acc, 0.0)
@@ -213,8 +213,8 @@ def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     l_i = gl.full([cfg.ROWS], 0.0, gl.float32, VECTOR)
     if cfg.BY_LANE:
         l_i = _lane_sums(gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L))
-    acc = gl.zeros([cfg.ROWS, cfg.DV], gl.float32, OUT)
-    if cfg.PANELS == 3:
+    acc = gl.zeros([cfg.ROWS, cfg.PART], gl.float32, OUT)
+    if cfg.PARTS == 3:
         acc = acc, acc, acc
     return acc, m_i, l_i
 
@@ -242,6 +242,8 @@ def carried(weights, OUT: gl.constexpr, cfg: gl.constexpr):
         return gl.inline_asm_elementwise(
             HOW, "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
         )
+    elif cfg.WIDE:
+        return weights.to(cfg.OPERAND)
     else:
         return gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
 
@@ -254,6 +256,9 @@ def operand(p, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
         right = (p >> 16).to(gl.int16).to(cfg.OPERAND, bitcast=True)
         whole = gl.join(left, right).reshape([cfg.ROWS, cfg.TILE_N])
         whole = gl.convert_layout(whole, L, assert_trivial=True)
-        return gl.convert_layout(whole, gl.DotOperandLayout(0, OUT, 2))
+        if cfg.WIDE:
+            return whole
+        else:
+            return gl.convert_layout(whole, gl.DotOperandLayout(0, OUT, 2))
     else:
         return p

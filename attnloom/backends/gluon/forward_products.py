@@ -8,6 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from attnloom.backends.gluon.forward_shared import PANEL
+from attnloom.backends.gluon.forward_wide import add_wide
+from attnloom.backends.gluon.rings import key_panel
 
 
 @gluon.jit
@@ -15,7 +17,7 @@ def take_queries(mem, at, L: gl.constexpr, cfg: gl.constexpr):
     """(where the first panel of a tile lies, the first Q_KEPT panels in registers; REST: the two
     parts of the tile that are multiplied)."""
     KEPT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    if cfg.REST > 0:
+    if cfg.REST > 0 and cfg.Q_KEPT > 0:
         tile = mem.q.index(at)
         left = tile.slice(0, PANEL, 1).load(KEPT)
         return at, (left, tile.slice(PANEL, cfg.REST, 1).load(KEPT))
@@ -39,28 +41,40 @@ def _panel(q, mem, i: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def scores(q, mem, slot, L: gl.constexpr, cfg: gl.constexpr):
-    """q . k^T of a step, PANELS products in flight, or two if REST. q: see `take_queries`."""
+def _part(q, mem, i: gl.constexpr, cfg: gl.constexpr):
+    """The same of the first panel and the REST."""
+    if cfg.Q_KEPT > 0:
+        return q[1][i]
+    else:
+        return mem.q.index(q[0]).slice(i * PANEL, cfg.REST if i > 0 else PANEL, 1)
+
+
+@gluon.jit
+def scores(q, mem, n, L: gl.constexpr, cfg: gl.constexpr):
+    """q . k^T of step n, PANELS products in flight, or two if REST. q: see `take_queries`."""
     zeros = gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L)
     if cfg.REST > 0:
-        whole = mem.k.index(slot)
+        whole = mem.k.index(key_panel(n, 0, cfg))
         k = whole.slice(0, PANEL, 1).permute((1, 0))
-        s = warpgroup_mma(q[1][0], k, zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma(_part(q, mem, 0, cfg), k, zeros, use_acc=False, is_async=True)
         k = whole.slice(PANEL, cfg.REST, 1).permute((1, 0))
-        return warpgroup_mma(q[1][1], k, s, is_async=True)
+        return warpgroup_mma(_part(q, mem, 1, cfg), k, s, is_async=True)
     else:
-        k = mem.k.index(slot * cfg.PANELS).permute((1, 0))
+        k = mem.k.index(key_panel(n, 0, cfg)).permute((1, 0))
         s = warpgroup_mma(_panel(q, mem, 0, cfg), k, zeros, use_acc=False, is_async=True)
         for i in gl.static_range(1, cfg.PANELS):
-            k = mem.k.index(slot * cfg.PANELS + i).permute((1, 0))
+            k = mem.k.index(key_panel(n, i, cfg)).permute((1, 0))
             s = warpgroup_mma(_panel(q, mem, i, cfg), k, s, is_async=True)
         return s
 
 
 @gluon.jit
-def add_output(p, mem, slot, acc, cfg: gl.constexpr):
-    """acc + p . v of a step, PANELS products in flight."""
-    if cfg.PANELS == 3:
+def add_output(p, mem, values_at, slot, acc, cfg: gl.constexpr):
+    """acc + p . v of a step, PANELS products in flight, or one if WIDE. values_at: address of v."""
+    if cfg.WIDE:
+        BYTES: gl.constexpr = cfg.PANELS * cfg.TILE_N * cfg.DV * 2
+        return add_wide(p, values_at + slot * BYTES, acc, cfg.TILE_N, cfg.PART)
+    elif cfg.PANELS == 3:
         left, middle, right = acc
         left = warpgroup_mma(p, mem.v.index(slot * 3), left, is_async=True)
         middle = warpgroup_mma(p, mem.v.index(slot * 3 + 1), middle, is_async=True)
@@ -73,7 +87,7 @@ def add_output(p, mem, slot, acc, cfg: gl.constexpr):
 @gluon.jit
 def finished(acc, p, cfg: gl.constexpr):
     """The output, and p, once all products are done."""
-    if cfg.PANELS == 3:
+    if cfg.PARTS == 3:
         left, middle, right, p = warpgroup_mma_wait(0, [acc[0], acc[1], acc[2], p])
         return (left, middle, right), p
     else:

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from attnloom.backends.gluon import configs_forward, merged_lists
+from attnloom.backends.gluon.forward_wide import address_of, clear_beginnings
 
 PANEL = gl.constexpr(configs_forward.PANEL)
 FLAG_BITS = gl.constexpr(merged_lists.FLAG_BITS)
@@ -29,8 +30,8 @@ class Shared:
 
     q: [Q_STAGES * CONSUMERS, ROWS, D]; k: [STAGES, TILE_N, D]; v: [STAGES, TILE_N, DV];
     out: [CONSUMERS, ROWS, DV], where results leave from; each PANELS times, those of a tile side by
-    side. jobs: [2, 4]; tags: [STAGES, 1]; columns: up to two of [STAGES, TILE_N], see
-    forward_columns.py.
+    side, but for k if it is short (rings.py). jobs: [2, 4]; tags: [STAGES, 1]; columns: up to two
+    of [STAGES, TILE_N], see forward_columns.py. values_at: WIDE, one address, of v.
     """
 
     q: _Memory
@@ -39,6 +40,7 @@ class Shared:
     out: _Memory
     jobs: _Memory
     tags: _Memory
+    values_at: _Memory
     column0: _Memory
     column1: _Memory
     tag_full: _Memory
@@ -54,11 +56,11 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, out, jobs, tags, column0, column1, tag_full, column_full, q_full, q_empty,
-        k_full, k_empty, v_full, v_empty, job_full, job_empty,
+        self, q, k, v, out, jobs, tags, values_at, column0, column1, tag_full, column_full,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, job_full, job_empty,
     ):  # fmt: skip
         self.q, self.k, self.v, self.out = q, k, v, out
-        self.jobs, self.tags = jobs, tags
+        self.jobs, self.tags, self.values_at = jobs, tags, values_at
         self.column0, self.column1 = column0, column1
         self.tag_full, self.column_full = tag_full, column_full
         self.q_full, self.q_empty = q_full, q_empty
@@ -99,13 +101,22 @@ def allocate(cfg: gl.constexpr):
     if not cfg.NAMED:
         k_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
         v_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+    v = gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.DV], TILES)
+    values_at = tags
+    if cfg.WIDE:
+        clear_beginnings()
+        ALL: gl.constexpr = gl.BlockedLayout([1], [32], [cfg.WARPS], [0])
+        values_at = gl.allocate_shared_memory(gl.int32, [1], SCALARS)
+        address = address_of(v.index(0), cfg.TILE_N, cfg.DV)
+        values_at.store(gl.full([1], address, gl.int32, ALL))
     mem = Shared(
         q,
-        gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.D], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.DV], TILES),
+        gl.allocate_shared_memory(cfg.OPERAND, [cfg.KEY_PANELS, cfg.TILE_N, cfg.D], TILES),
+        v,
         out,
         gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
         tags,
+        values_at,
         column0,
         column1,
         tag_full,

@@ -120,7 +120,7 @@ def _weights(
     """The softmax of a step: (p, m_i, l_i, alpha, the next step's pieces if PREFETCH). more: the
     tile has a next step. at: see `consume`."""
     tag, keys, column, pieces = prepared
-    _, _, _, factor, base = at
+    _, _, _, factor, base, _ = at
     bias = row_bias(context, tag, cfg)
     s = modified(s, context, column, pieces, keys, factor, cfg)
     following = _look_up_ahead(mem, n + 1, more, context, cfg)
@@ -145,13 +145,13 @@ def _overlapped_step(
     if not cfg.AHEAD:
         mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
     p = operand(p, L, OUT, cfg)
-    s = scores(q, mem, slot, L, cfg)
+    s = scores(q, mem, n, L, cfg)
     if cfg.LATE:
         acc = caught_up(acc, state[3], OUT, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg))
-    acc = add_output(p, mem, last, acc, cfg)
+    acc = add_output(p, mem, at[5], last, acc, cfg)
     prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
-    s = warpgroup_mma_wait(cfg.PANELS, [s])
+    s = warpgroup_mma_wait(1 if cfg.WIDE else cfg.PANELS, [s])
     leave(mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = _weights(
         s, mem, n, more, prepared, context, state, at, consumer, L, cfg
@@ -180,7 +180,7 @@ def _overlapped_tile(
     slot = slot_of(n, cfg)
     # without a step this multiplies what lies there, which nobody uses
     mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg), pred=live)
-    s = scores(q, mem, slot, L, cfg)
+    s = scores(q, mem, n, L, cfg)
     pieces = _look_up_ahead(mem, n, live, context, cfg)
     prepared = _prepare(mem, slot, live, context, pieces, L, cfg)
     s = warpgroup_mma_wait(0, [s])
@@ -205,7 +205,7 @@ def _overlapped_tile(
     last = slot_of(n - 1, cfg)
     mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg), pred=live)
     p = operand(p, L, OUT, cfg)
-    acc, p = finished(add_output(p, mem, last, acc, cfg), p, cfg)
+    acc, p = finished(add_output(p, mem, at[5], last, acc, cfg), p, cfg)
     leave_if(live, mem.v_empty, last, VALUES_LEFT, cfg)
     if cfg.MAY_BE_EMPTY:
         acc = only_if(live, acc, cfg)
@@ -224,17 +224,17 @@ def _plain_tile(
     for i in range(0, steps):
         slot, phase = slot_of(n, cfg), phase_of(n, cfg)
         mbarrier.wait(mem.k_full.index(slot), phase)
-        s = scores(q, mem, slot, L, cfg)
+        s = scores(q, mem, n, L, cfg)
         prepared = _prepare(mem, slot, True, context, pieces, L, cfg)
         s = warpgroup_mma_wait(0, [s])
         leave(mem.k_empty, slot, KEYS_LEFT, cfg)
         weights, m_i, l_i, alpha, pieces = _weights(
             s, mem, n, i + 1 < steps, prepared, context, (m_i, l_i), at, consumer, L, cfg
         )
-        p = gl.convert_layout(weights.to(cfg.OPERAND), gl.DotOperandLayout(0, OUT, 2))
+        p = carried(weights, OUT, cfg)
         acc = caught_up(acc, alpha, OUT, cfg)
         mbarrier.wait(mem.v_full.index(slot), phase)
-        acc, p = finished(add_output(p, mem, slot, acc, cfg), p, cfg)
+        acc, p = finished(add_output(p, mem, at[5], slot, acc, cfg), p, cfg)
         leave(mem.v_empty, slot, VALUES_LEFT, cfg)
         n += 1
     return acc, m_i, l_i, n
@@ -263,6 +263,10 @@ def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexp
     if cfg.PANELS == 3:
         for i in gl.static_range(3):
             _space(mem, at + i, cfg).store(result[i].to(cfg.OPERAND))
+    elif cfg.PARTS == 3:
+        for i in gl.static_range(3):
+            part = _space(mem, at, cfg).slice(i * cfg.PART, cfg.PART, 1)
+            part.store(result[i].to(cfg.OPERAND))
     else:
         _space(mem, at, cfg).store(result.to(cfg.OPERAND))
     fence_async_shared()
@@ -280,13 +284,16 @@ def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexp
 def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer, cfg: gl.constexpr):
     """What a consumer does. sizes = (Hq, Q_LEN, KV_LEN, q_offset, kv_offset)."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.TILE_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.DV, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.PART, 16])
     heads, q_len, kv_len, q_offset, kv_offset = sizes
     factor, base = scales
     if cfg.BAKED:
         # literals cost no registers: D = 128 causal +1-2% (H200)
         factor, base = cfg.FACTOR, cfg.BASE
-    at = (q_offset, kv_offset, kv_len, factor, base)
+    values_at = 0
+    if cfg.WIDE:
+        values_at = get(mem.values_at)
+    at = (q_offset, kv_offset, kv_len, factor, base, values_at)
     n = 0
     num_tiles = 0
     tile, unit, steps = take_job(mem, 0)

@@ -10,6 +10,10 @@ its own products are done. What is copied there next needs no fence: products al
 values, by the way that copies write them (the async proxy), and a warp waits for its products
 before it passes; a named barrier orders what was done before it for whoever meets there. Nobody
 passes one for a slot again before it is full again, which takes all that have to pass.
+
+Keys in panels may have five places for the six of two steps, taken round and round: the last panel
+of a step comes when the step before has given back its keys, the others when the one before that
+has. Barriers stay those of two slots.
 """
 
 from triton.experimental import gluon
@@ -31,6 +35,16 @@ def slot_of(n, cfg: gl.constexpr):
 @gluon.jit
 def phase_of(n, cfg: gl.constexpr):
     return (n >> cfg.LOG_STAGES) & 1
+
+
+@gluon.jit
+def key_panel(n, i: gl.constexpr, cfg: gl.constexpr):
+    """Where panel i of the keys of step n lies."""
+    if cfg.KEY_PANELS < cfg.STAGES * cfg.PANELS:
+        place = (n * cfg.PANELS) % cfg.KEY_PANELS + i
+        return gl.where(place < cfg.KEY_PANELS, place, place - cfg.KEY_PANELS)
+    else:
+        return slot_of(n, cfg) * cfg.PANELS + i
 
 
 @gluon.constexpr_function
