@@ -27,13 +27,15 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ATTNLOOM_QUICK_START", "1")
     monkeypatch.setattr(launch_forward, "_ready", {})
     monkeypatch.setattr(first_call, "_under_way", {})
-    monkeypatch.setattr(first_call, "_is_there", lambda *_, look: not look)
+    met: list[bool] = []
+    monkeypatch.setattr(first_call, "_is_there", lambda *_, look: bool(met) or met.append(look))
     beside._met.clear()
     yield
     _finish()
 
 
 def _finish() -> None:
+    """The usual form is there from now on."""
     from attnloom.backends.gluon import first_call
 
     for job in list(first_call._under_way.values()):
