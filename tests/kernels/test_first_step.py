@@ -22,6 +22,7 @@ if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
 # ruff: noqa: E402
 from attnloom.backends.gluon import backward_ahead, first_call
 from attnloom.backends.triton import beside
+from attnloom.backends.triton.launch import backward_launches
 from benchmarks import prewarm
 from benchmarks.signatures import type_of
 
@@ -54,10 +55,14 @@ class Compiler:
     def __init__(self) -> None:
         self.compiled: dict[Any, threading.Thread] = {}
         self.launched: list[Any] = []
+        self.prepared = threading.Event()  # portable kernels, for one that may spill
 
     def compile(self, launch: Launcher, args: tuple[object, ...]) -> Any:
         kind = launch.kernel.__name__, launch.config, tuple(type_of(a) for a in args)
         self.compiled.setdefault(kind, threading.current_thread())
+        if launch.kernel.__name__ in self.spilling:  # not on disk
+            beside._thread.read.set()
+            assert self.prepared.wait(60), "nothing was prepared for a kernel that may spill"
         return mock.Mock(asm={"cubin": b""})
 
     def launch(self, launch: Launcher, aligned: bool, *args: object) -> None:
@@ -66,6 +71,11 @@ class Compiler:
         launch.spills = self.spills_of(launch.kernel.__name__)
 
     spilling: frozenset[str] = frozenset()
+
+    def prepare(self, *args: Any) -> Any:
+        launches = backward_launches(*args)
+        self.prepared.set()
+        return launches
 
     def spills_of(self, name: str) -> int:
         return 100 if name in self.spilling else 0
@@ -82,6 +92,7 @@ def installed(compiler: Compiler) -> Iterator[None]:
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, create=True),
         mock.patch.object(Launcher, "compile", lambda self, args: compiler.compile(self, args)),
         mock.patch.object(Launcher, "__call__", lambda self, *args: compiler.launch(self, *args)),
+        mock.patch.object(backward_ahead, "backward_launches", compiler.prepare),
         mock.patch.object(
             backward_ahead, "spills_of", lambda _: max(map(compiler.spills_of, compiler.spilling))
         ),
@@ -148,6 +159,13 @@ def test_a_backward_that_spills_has_its_portable_kernels_compiled_too():
     compiler.spilling = frozenset({"backward_kernel"})
     assert step(128, capped_alibi, compiler) == sorted(GLUON + PORTABLE)
     assert set(compiler.launched) == set(compiler.compiled)
+
+
+def test_kernels_on_disk_have_none_prepared_beside_them(monkeypatch):
+    """They are there at once, and what spills is rare."""
+    compiler = Compiler()
+    monkeypatch.setattr(Compiler, "prepare", lambda *_: pytest.fail("portable kernels"))
+    assert step(128, capped_alibi, compiler) == GLUON
 
 
 def test_wide_heads_that_spill_have_theirs_too():

@@ -7,7 +7,9 @@ so is the main kernel where captured tensors get gradients, whose memory is not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from attnloom.backends.gluon.configs_backward import FEW_SPILLS
 from attnloom.backends.gluon.few_keys import finer
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
+from attnloom.backends.gluon.lists_backward import key_lists
 from attnloom.backends.registry import AttentionCall
-from attnloom.backends.triton.beside import Launch, compile_for_later
+from attnloom.backends.triton.beside import Job, Launch, compile_for_later
 from attnloom.backends.triton.launch import backward_launches
 from attnloom.backends.triton.operands import Operands
 from attnloom.backends.triton.resources import spills_of
@@ -32,8 +35,11 @@ def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
         main, *others = launch_wide.expected_launches(Operands.expected(call, out, lse))
         # masks by position alone spill at most 30 of FEW_SPILLS registers
         may_spill = call.score is not None or (call.mask is not None and call.mask.tensors)
-        _compile_main(main, backward_launches(call, out, lse) if may_spill else None)
+        job = compile_for_later(main)
         _compile(others)
+        if may_spill:
+            _compile_if_spilled(job, partial(backward_launches, call, out, lse))
+        key_lists(call)
         return
     if ready_backward.portable(call) is not None:
         _compile(backward_launches(call, out, lse))
@@ -46,19 +52,26 @@ def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     main, *around = launch_backward.expected_launches(operands, ready)
     width = max(call.query.size(3), call.value.size(3))
     may_spill = mods.inner is not None and width > _NEVER_SPILLS
-    if mods.sinks is None:
-        _compile_main(main, backward_launches(call, out, lse) if may_spill else None)
+    job = None if mods.sinks is not None else compile_for_later(main)
     compile_for_later(*around)
+    if job is not None and may_spill:
+        _compile_if_spilled(job, partial(backward_launches, call, out, lse))
+    launch_backward.lists_of(operands.call, ready)  # remembered
 
 
-def _compile_main(main: Launch, otherwise: Sequence[Launch] | None) -> None:
-    """otherwise: the portable kernels, which run what spills; None where nothing does."""
+def _compile_if_spilled(main: Job, otherwise: Callable[[], Sequence[Launch]]) -> None:
+    """Compile the portable kernels, which run what spills, once the main kernel is known to. One
+    that is on disk is there in no time, so that nothing is prepared beside it."""
+    main.read.wait()
+    if main.made.done():
+        return
+    launches = otherwise()
 
-    def then(made: Any) -> None:
-        if spills_of(made.asm["cubin"]) > FEW_SPILLS:
-            _compile(otherwise or ())
+    def then(made: Future[Any]) -> None:
+        if made.exception() is None and spills_of(made.result().asm["cubin"]) > FEW_SPILLS:
+            _compile(launches)
 
-    compile_for_later(main, then=None if otherwise is None else then)
+    main.made.add_done_callback(then)
 
 
 def _compile(launches: Sequence[Launch]) -> None:

@@ -19,7 +19,12 @@ from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.few_keys import finer
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
-from attnloom.backends.gluon.lists_backward import key_lists, row_lists
+from attnloom.backends.gluon.lists_backward import (
+    expected_key_lists,
+    expected_row_lists,
+    key_lists,
+    row_lists,
+)
 from attnloom.backends.gluon.ready_backward import Ready
 from attnloom.backends.registry import AttentionCall, Gradients, load
 from attnloom.backends.triton.again import BackwardAgain, operands_of_aliases
@@ -112,8 +117,11 @@ def backward_again(
     device = operands.dq.device
     counter = counter_of(device).detach()
     sources = (*sources, stats, dq_sum)
-    main_arguments = _main_arguments(operands, ready, (stats, dq_sum), counter, _NO_SINKS)
-    prepare = ready.prepare.restart(_prepare_arguments(operands, ready, stats, dq_sum), sources)
+    of_keys, of_rows = lists_of(operands.call, ready)
+    main_arguments = _main_arguments(operands, ready, (stats, dq_sum), counter, _NO_SINKS, of_keys)
+    prepare = ready.prepare.restart(
+        _prepare_arguments(operands, ready, stats, dq_sum, of_rows), sources
+    )
     main = ready.main.restart(main_arguments, (*sources, counter))
     if main is None:
         return None
@@ -135,11 +143,14 @@ def backward_again(
 
 def expected_launches(operands: Operands, ready: Ready) -> list[Launch]:
     """The main kernel's launch, and those of the others, to be compiled and not started: row
-    statistics and the memory of dq may be any memory of float32, here that of lse."""
-    memory = operands.lse
+    statistics and the memory of dq may be any memory of float32, here that of lse, and lists are
+    not derived yet."""
+    call, memory = operands.call, operands.lse
     counter = counter_of(memory.device)
-    main_arguments = _main_arguments(operands, ready, (memory, memory), counter, _NO_SINKS)
-    prepare_arguments = _prepare_arguments(operands, ready, memory, memory)
+    lists = expected_key_lists(call)
+    main_arguments = _main_arguments(operands, ready, (memory, memory), counter, _NO_SINKS, lists)
+    lists = expected_row_lists(call, sweeps=ready.finish is None)
+    prepare_arguments = _prepare_arguments(operands, ready, memory, memory, lists)
     launches: list[Launch] = [(ready.main, main_arguments), (ready.prepare, prepare_arguments)]
     if ready.finish is not None:
         launches.append((ready.finish, _finish_arguments(operands, ready, memory)))
@@ -151,9 +162,11 @@ def _run(operands: Operands, ready: Ready) -> Gradients:
     captured = Captured.of(call)
     stats, dq_sum = _buffers(operands, ready)
     sinks = _NO_SINKS if captured is None else captured.arguments(None)
-    ready.prepare(operands.rows_aligned, *_prepare_arguments(operands, ready, stats, dq_sum))
+    of_keys, of_rows = lists_of(call, ready)
+    args = _prepare_arguments(operands, ready, stats, dq_sum, of_rows)
+    ready.prepare(operands.rows_aligned, *args)
     counter = counter_of(stats.device)
-    args = _main_arguments(operands, ready, (stats, dq_sum), counter, sinks)
+    args = _main_arguments(operands, ready, (stats, dq_sum), counter, sinks, of_keys)
     ready.main(addresses_aligned(call), *args)
     if ready.finish is not None:
         ready.finish(True, *_finish_arguments(operands, ready, dq_sum))
@@ -172,14 +185,23 @@ def _buffers(operands: Operands, ready: Ready) -> tuple[torch.Tensor, torch.Tens
     return stats, torch.empty(ready.sum_lines, ready.width, dtype=torch.float32, device=device)
 
 
+def lists_of(call: AttentionCall, ready: Ready) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of the main kernel and of prepare; derived once a mask."""
+    sweeps = ready.finish is None
+    return key_lists(call, sweeps), row_lists(call, sweeps)
+
+
 def _prepare_arguments(
-    operands: Operands, ready: Ready, stats: torch.Tensor, dq_sum: torch.Tensor
+    operands: Operands,
+    ready: Ready,
+    stats: torch.Tensor,
+    dq_sum: torch.Tensor,
+    lists: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     lse, sweeps = operands.lse, ready.finish is None
     return (
         operands.out, operands.dout, lse if operands.dlse is None else operands.dlse, lse, stats,
-        operands.dq if sweeps else dq_sum, row_lists(operands.call, sweeps), ready.around_shape,
-        ready.strides,
+        operands.dq if sweeps else dq_sum, lists, ready.around_shape, ready.strides,
     )  # fmt: skip
 
 
@@ -189,6 +211,7 @@ def _main_arguments(
     buffers: tuple[torch.Tensor, torch.Tensor],
     counter: torch.Tensor,
     sinks: tuple[Any, ...],
+    lists: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     call, (stats, dq_sum) = operands.call, buffers
     query, key, value, dout = operands.inputs
@@ -196,7 +219,6 @@ def _main_arguments(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = (
         blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
     )
-    lists = key_lists(call, sweeps=ready.finish is None)
     return (
         q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dv_desc,
         (dq_sum, operands.dq), counter, lists, bind(call.score), bind(call.mask), sinks,

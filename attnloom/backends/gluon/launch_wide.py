@@ -23,7 +23,7 @@ from attnloom.backends.gluon.configs_backward import (
 from attnloom.backends.gluon.descriptors import Blank
 from attnloom.backends.gluon.fields_backward import Mods, around_config, wide_config
 from attnloom.backends.gluon.launch_forward import has_first_numbers
-from attnloom.backends.gluon.lists_backward import key_lists
+from attnloom.backends.gluon.lists_backward import expected_key_lists, key_lists
 from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton.again import BackwardAgain
 from attnloom.backends.triton.arguments import bind
@@ -113,9 +113,9 @@ def expected_launches(operands: Operands) -> list[Launch]:
     """What a backward will launch, to be compiled and not started. Only addresses are taken of
     memory."""
     ready, stats = _prepare(operands), empty_statistics(operands)
-    dq_sum = one_line(stats, PANELS * PANEL)
+    dq_sum, lists = one_line(stats, PANELS * PANEL), expected_key_lists(operands.call)
     return [
-        (ready.main, _main_arguments(operands, ready, stats, dq_sum)),
+        (ready.main, _main_arguments(operands, ready, stats, dq_sum, lists)),
         keys_first(operands, stats, _DV_ALONE),
         statistics_first(operands, stats, dq_sum),
         (ready.finish, _finish_arguments(operands, ready, dq_sum)),
@@ -153,7 +153,8 @@ def _run(operands: Operands, ready: _Ready) -> Gradients:
     call = operands.call
     dq_sum = lines_of_queries(operands, PANELS * PANEL)
     stats = row_statistics(operands, dq_sum)
-    ready.main(addresses_aligned(call), *_main_arguments(operands, ready, stats, dq_sum))
+    args = _main_arguments(operands, ready, stats, dq_sum, key_lists(call))
+    ready.main(addresses_aligned(call), *args)
     ready.finish(True, *_finish_arguments(operands, ready, dq_sum))
     run_keys(operands, stats, _DV_ALONE, None, None)
     dtensors = () if call.score is None else zero_gradients(call)
@@ -161,7 +162,11 @@ def _run(operands: Operands, ready: _Ready) -> Gradients:
 
 
 def _main_arguments(
-    operands: Operands, ready: _Ready, stats: torch.Tensor, dq_sum: torch.Tensor
+    operands: Operands,
+    ready: _Ready,
+    stats: torch.Tensor,
+    dq_sum: torch.Tensor,
+    lists: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     call = operands.call
     query, key, value, dout = operands.inputs
@@ -170,7 +175,7 @@ def _main_arguments(
         blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
     )
     return (
-        q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dq_sum, key_lists(call),
+        q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dq_sum, lists,
         bind(call.score), bind(call.mask), ready.scales, ready.main_shape,
     )  # fmt: skip
 
@@ -189,7 +194,7 @@ def again(operands: Operands, sources: tuple[torch.Tensor, ...]) -> BackwardAgai
     stats = empty_statistics(operands)
     launches = (
         statistics_again(operands, stats, dq_sum),
-        (ready.main, _main_arguments(operands, ready, stats, dq_sum)),
+        (ready.main, _main_arguments(operands, ready, stats, dq_sum, key_lists(operands.call))),
         (ready.finish, _finish_arguments(operands, ready, dq_sum)),
         keys_again(operands, stats, _DV_ALONE),
     )

@@ -9,6 +9,7 @@ import torch
 
 from attnloom.backends.gluon.configs_backward import KEYS, STEP
 from attnloom.backends.registry import AttentionCall
+from attnloom.backends.triton import list_launches
 from attnloom.backends.triton.lists import remembered, work_lists
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.backends.triton.transposed import transposed_lists
@@ -48,6 +49,14 @@ def key_lists(call: AttentionCall, sweeps: bool = False) -> tuple[Any, ...]:
     return turned.offsets, entries, work.work, *work.steps, *num_key_blocks
 
 
+def expected_key_lists(call: AttentionCall) -> tuple[Any, ...]:
+    """Of the types that `key_lists` has, to compile for before lists are derived."""
+    if call.blocks is None:
+        return _NO_LISTS
+    entries = call.blocks.entries
+    return entries, entries, entries, *_NO_LISTS[3:]
+
+
 def row_lists(call: AttentionCall, sweeps: bool) -> tuple[Any, ...]:
     """`rows` of prepare_kernel."""
     blocks = call.blocks
@@ -57,6 +66,11 @@ def row_lists(call: AttentionCall, sweeps: bool) -> tuple[Any, ...]:
     batch_step = grid.num_heads if grid.num_batches > 1 else 0
     steps = pack_ints((batch_step, 1 if grid.num_heads > 1 else 0, grid.num_q_blocks))
     return swept_lists(blocks).rows, *steps
+
+
+def expected_row_lists(call: AttentionCall, sweeps: bool) -> tuple[Any, ...]:
+    """Of the types that `row_lists` has."""
+    return (call.blocks.entries, *_NO_ROWS[1:]) if call.blocks and sweeps else _NO_ROWS
 
 
 def most_rows(blocks: BlockLists) -> int:
@@ -75,6 +89,14 @@ def swept_lists(blocks: BlockLists) -> SweptLists:
 
 
 def _sweep(blocks: BlockLists) -> SweptLists:
+    if not list_launches.takes(blocks):
+        return swept_by_sort(blocks)
+    entries, _, _, window = list_launches.turn(blocks, slack=_slack(blocks))
+    return SweptLists(entries, window, blocks.row_offsets.int())
+
+
+def swept_by_sort(blocks: BlockLists) -> SweptLists:
+    """SweptLists by torch's operators."""
     grid, offsets = blocks.grid, blocks.row_offsets
     row, partial, key_block = blocks.entry_rows(), blocks.entries & 1, blocks.entries >> 1
     place = torch.arange(row.numel(), device=row.device)

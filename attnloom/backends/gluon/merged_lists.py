@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from attnloom.backends.gluon.configs_forward import ROWS
+from attnloom.backends.triton import list_launches
 from attnloom.backends.triton.lists import remembered
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
@@ -31,6 +32,34 @@ def merged_lists(blocks: BlockLists, consumers: int) -> MergedLists:
 
 
 def _merge(blocks: BlockLists, consumers: int) -> MergedLists:
+    num_tiles = -(-blocks.q_len // (consumers * ROWS))
+    if not _takes(blocks, num_tiles, consumers):
+        return merged_by_sort(blocks, consumers)
+    parts = blocks.q_block // ROWS
+    entries, bounds = list_launches.join(blocks, num_tiles, consumers, parts, FLAG_BITS)
+    units = blocks.num_batches * blocks.num_heads
+    work = entries.new_empty((units, num_tiles, 3))
+    list_launches.rank(work, bounds, num_tiles, step=2)
+    return entries, work, _steps(blocks)
+
+
+def _takes(blocks: BlockLists, num_tiles: int, consumers: int) -> bool:
+    return list_launches.takes(blocks, num_tiles * consumers) and list_launches.takes_ranks(
+        blocks, num_tiles
+    )
+
+
+def _steps(blocks: BlockLists) -> tuple[float, ...]:
+    return pack_ints(
+        (
+            blocks.num_heads if blocks.num_batches > 1 else 0,
+            1 if blocks.num_heads > 1 else 0,
+        )
+    )
+
+
+def merged_by_sort(blocks: BlockLists, consumers: int) -> MergedLists:
+    """MergedLists by torch's operators."""
     grid = blocks.grid
     num_units = blocks.num_batches * blocks.num_heads
     num_tiles = -(-blocks.q_len // (consumers * ROWS))
@@ -54,11 +83,7 @@ def _merge(blocks: BlockLists, consumers: int) -> MergedLists:
     # stable: equal tiles keep their order, so that neighbours share keys in the cache
     tile = (ends - offsets).argsort(dim=1, descending=True, stable=True)
     work = torch.stack((tile, offsets.gather(1, tile), ends.gather(1, tile)), 2)
-    steps = (
-        blocks.num_heads if blocks.num_batches > 1 else 0,
-        1 if blocks.num_heads > 1 else 0,
-    )
-    return entries, work.int().contiguous(), pack_ints(steps)
+    return entries, work.int().contiguous(), _steps(blocks)
 
 
 def _by_consumer(

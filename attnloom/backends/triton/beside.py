@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -41,14 +42,15 @@ class Job:
     """Launches whose kernels are compiled, one after the other, in a thread of their own.
 
     then: is given the last kernel, in that thread. read: set once the first kernel's source was
-    read, or will not be. look: kernels are taken from the cache on disk alone; `missed` says that
-    one is not there.
+    read, or will not be. made: the last kernel; done when `read` is set if all were on disk. look:
+    kernels are taken from the cache on disk alone; `missed` says that one is not there.
     """
 
     def __init__(
         self, launches: Sequence[Launch], then: Then | None = None, look: bool = False
     ) -> None:
         self.read = threading.Event()
+        self.made: Future[Any] = Future()
         self.missed = False
         self._look = look
         self._process = os.getpid()
@@ -66,11 +68,13 @@ class Job:
                     made = launch.compile(args)
             if then is not None:
                 then(made)
+            self.made.set_result(made)
         except _NotThereError:
             self.missed = True
         except Exception as error:
             # the launch compiles once more, and raises where its caller sees it
             _log.debug("a kernel could not be compiled ahead: %s", error)
+            self.made.set_exception(error)
         finally:
             self.read.set()
 
@@ -83,10 +87,12 @@ class Job:
             self._thread.join()
 
 
-def compile_for_later(*launches: Launch, then: Then | None = None) -> None:
+def compile_for_later(*launches: Launch) -> Job:
     """Compile in a thread, for the current device and for whoever calls `wait_for_all`."""
     _jobs[:] = [job for job in _jobs if job.is_running()]
-    _jobs.append(Job(launches, then))
+    job = Job(launches)
+    _jobs.append(job)
+    return job
 
 
 def is_new(*variant: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnloom.backends.triton import configs
+from attnloom.backends.triton import configs, list_launches
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
 from attnloom.masking.transforms import outside_transforms
@@ -101,6 +101,19 @@ def remembered(derive: Callable[..., Any], blocks: BlockLists, *sizes: int) -> A
 
 
 def _derive_work(blocks: BlockLists, tile_m: int) -> WorkLists:
+    num_tiles = -(-blocks.q_len // tile_m)
+    if list_launches.takes_ranks(blocks, num_tiles):
+        units, num_rows = blocks.num_batches * blocks.num_heads, blocks.grid.num_q_blocks
+        narrow = torch.int32 if blocks.entries.numel() < 2**31 else torch.int64
+        work = blocks.entries.new_empty((units, num_tiles, 3), dtype=narrow)
+        per_block = configs.per_block(blocks.q_block, tile_m)
+        list_launches.rank(work, blocks.row_offsets, num_rows, per_block)
+        return WorkLists(work, pack_ints(_steps(blocks)))
+    return work_by_sort(blocks, tile_m)
+
+
+def work_by_sort(blocks: BlockLists, tile_m: int) -> WorkLists:
+    """WorkLists by torch's operators."""
     starts, counts = _by_tile(blocks, tile_m)
     narrow = torch.int32 if blocks.entries.numel() < 2**31 else torch.int64
     work = torch.empty((*starts.shape, 3), dtype=narrow, device=starts.device)

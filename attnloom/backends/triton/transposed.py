@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnloom.backends.triton import list_launches
 from attnloom.backends.triton.lists import remembered
 from attnloom.block_mask import BlockLists
 
@@ -25,7 +26,15 @@ def transposed_lists(blocks: BlockLists) -> TransposedLists:
 
 
 def _transpose(blocks: BlockLists) -> TransposedLists:
-    # few operators, each with a small module, which the first use in a process loads
+    if not list_launches.takes(blocks):
+        return transposed_by_sort(blocks)
+    entries, row_offsets, offsets, _ = list_launches.turn(blocks)
+    return TransposedLists(_turned(blocks, row_offsets, entries), offsets)
+
+
+def transposed_by_sort(blocks: BlockLists) -> TransposedLists:
+    """TransposedLists by torch's operators: few, each with a small module, which the first use in a
+    process loads."""
     grid = blocks.grid
     place = torch.arange(blocks.entries.numel(), device=blocks.entries.device)
     row = torch.searchsorted(blocks.row_offsets, place, right=True) - 1
@@ -40,15 +49,19 @@ def _transpose(blocks: BlockLists) -> TransposedLists:
     num_columns = grid.num_batches * grid.num_heads * grid.num_kv_blocks
     edges = torch.arange(num_columns + 1, device=entries.device)
     row_offsets = torch.searchsorted(key, edges << bits)
-    turned = BlockLists(
-        row_offsets,
-        entries,
-        grid.num_batches,
-        grid.num_heads,
-        grid.kv_block,
-        grid.q_block,
-        grid.kv_len,
-        grid.q_len,
-    )
+    turned = _turned(blocks, row_offsets, entries)
     narrow = entries.numel() < 2**31
     return TransposedLists(turned, row_offsets.int() if narrow else row_offsets)
+
+
+def _turned(blocks: BlockLists, row_offsets: torch.Tensor, entries: torch.Tensor) -> BlockLists:
+    return BlockLists(
+        row_offsets,
+        entries,
+        blocks.num_batches,
+        blocks.num_heads,
+        blocks.kv_block,
+        blocks.q_block,
+        blocks.kv_len,
+        blocks.q_len,
+    )

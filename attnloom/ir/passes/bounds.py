@@ -16,6 +16,7 @@ computed for tensors above _MAX_SCANNED elements, whose values count as unknown.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -95,6 +96,7 @@ def fits_32_bits(bound: BoundProgram, inputs: Mapping[str, tuple[int, int]]) -> 
     return True
 
 
+@functools.lru_cache(maxsize=1024)
 def small_integers(program: Program, reach: int, limit: int) -> frozenset[int]:
     """Integer nodes that surely lie within +-limit where b, h and positions lie within +-reach.
 

@@ -1,0 +1,137 @@
+"""Launches of list_kernels.py: what the operators of lists.py, transposed.py and others derive.
+
+Taken are lists on a GPU that are not so long that counting loses to sorting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnloom.backends.triton.choice import keep
+from attnloom.backends.triton.config import KernelConfig
+from attnloom.backends.triton.launcher import Launcher, are_aligned
+from attnloom.backends.triton.list_kernels import join_kernel, rank_kernel, turn_kernel
+from attnloom.backends.triton.packed import pack_ints
+from attnloom.block_mask import BlockLists
+
+_MOST_PAIRS = 1 << 28  # of rows and columns: 2,048 units of 46,000 tokens, one of 2 million
+_MOST_COMPARED = 1 << 34  # tiles with each other
+_LANES = 128
+_RANKED_LANES = 32
+
+
+@dataclass(frozen=True, repr=False)
+class RankConfig(KernelConfig):
+    LANES: int
+
+    __hash__ = KernelConfig.__hash__
+
+
+@dataclass(frozen=True, repr=False)
+class TurnConfig(KernelConfig):
+    SWEEPS: bool
+    LANES: int
+
+    __hash__ = KernelConfig.__hash__
+
+
+@dataclass(frozen=True, repr=False)
+class JoinConfig(KernelConfig):
+    CONSUMERS: int
+    FLAG_BITS: int
+    LANES: int
+
+    __hash__ = KernelConfig.__hash__
+
+
+_launches: dict[tuple[object, ...], Launcher] = {}
+
+
+def takes(blocks: BlockLists, rows: int | None = None) -> bool:
+    """Whether lists are turned and joined here. rows: of a unit, where they are not its blocks."""
+    grid = blocks.grid
+    units = grid.num_batches * grid.num_heads
+    pairs = units * (rows or grid.num_q_blocks) * grid.num_kv_blocks
+    return _runs_here(blocks) and 0 < blocks.entries.numel() < 2**31 and pairs <= _MOST_PAIRS
+
+
+def takes_ranks(blocks: BlockLists, num_tiles: int) -> bool:
+    """Whether tiles of the lists are put in order here."""
+    compared = blocks.num_batches * blocks.num_heads * num_tiles**2
+    return _runs_here(blocks) and 0 < compared <= _MOST_COMPARED
+
+
+def _runs_here(blocks: BlockLists) -> bool:
+    return blocks.entries.is_cuda
+
+
+def rank(
+    work: torch.Tensor, bounds: torch.Tensor, num_rows: int, per_row: int = 1, step: int = 1
+) -> None:
+    """Fill `work` [units, tiles, 3]; see rank_kernel."""
+    units, num_tiles, _ = work.shape
+    sizes = num_tiles, num_rows, per_row, step
+    grid = units * -(-num_tiles // _RANKED_LANES)
+    _launch(rank_kernel, RankConfig(_RANKED_LANES), grid, (work, bounds), sizes)
+
+
+def turn(blocks: BlockLists, slack: int | None = None) -> tuple[torch.Tensor, ...]:
+    """(entries, offsets int64, offsets int32, window) of turn_kernel.
+
+    Args:
+        slack: rows that windows of SweptLists have beyond those of blocks; None for
+            TransposedLists, which have no window.
+    """
+    grid, sweeps = blocks.grid, slack is not None
+    num_columns = grid.num_batches * grid.num_heads * grid.num_kv_blocks
+    entries = torch.empty_like(blocks.entries)
+    if sweeps:
+        entries = blocks.entries.new_empty(blocks.entries.numel() + 1)
+    offsets = blocks.row_offsets.new_empty(num_columns + 1)
+    narrow = blocks.entries.new_empty(num_columns + 1)
+    window = blocks.entries.new_zeros(1) if sweeps else narrow  # a kernel needs an address
+    sizes = grid.num_q_blocks, grid.num_kv_blocks, _halvings(blocks), blocks.q_block, slack or 0
+    _launch(
+        turn_kernel, TurnConfig(sweeps, _LANES), num_columns,
+        (entries, offsets, narrow, window, blocks.entries, blocks.row_offsets), sizes,
+    )  # fmt: skip
+    return entries, offsets, narrow, window
+
+
+def join(
+    blocks: BlockLists, num_tiles: int, consumers: int, parts: int, flag_bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(entries, bounds) of join_kernel. consumers: of a tile. parts: those a row of blocks has."""
+    grid = blocks.grid
+    num_programs = grid.num_batches * grid.num_heads * num_tiles
+    joined = blocks.entries.new_empty(blocks.entries.numel() * parts)
+    bounds = blocks.row_offsets.new_empty(2 * num_programs)
+    sizes = num_tiles, grid.num_q_blocks, grid.num_kv_blocks, _halvings(blocks), parts
+    config = JoinConfig(consumers, flag_bits, _LANES)
+    tensors = joined, bounds, blocks.entries, blocks.row_offsets
+    _launch(join_kernel, config, num_programs, tensors, sizes)
+    return joined, bounds
+
+
+def _halvings(blocks: BlockLists) -> int:
+    """Until one place is left of a row's entries."""
+    return blocks.grid.num_kv_blocks.bit_length()
+
+
+def _launch(
+    kernel: Any,
+    config: KernelConfig,
+    grid: int,
+    tensors: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+) -> None:
+    key = (kernel, config, grid, tensors[0].device, *[t.dtype for t in tensors])
+    launch = _launches.get(key)
+    if launch is None:
+        launch = Launcher(kernel, config, grid, {"num_warps": 1})
+        keep(_launches, key, launch)
+    launch(are_aligned(tensors), *tensors, pack_ints(sizes))
