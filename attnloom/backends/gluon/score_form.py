@@ -55,13 +55,21 @@ def score_form(program: Program, exact: bool) -> ScoreForm:
 
 def constant(bound: BoundProgram, exact: bool) -> Program:
     """The program with the values of its numbers written into it."""
-    nodes = list(bound.program.nodes)
+    # text tells 0.0 from -0.0
+    return _constant_program(bound.program, bound.numbers, repr(bound.numbers), exact)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constant_program(
+    program: Program, numbers: tuple[int | float, ...], _text: str, exact: bool
+) -> Program:
+    nodes = list(program.nodes)
     for i, node in enumerate(nodes):
         if node.op == "number":
-            value = bound.numbers[int(node.attr)]  # type: ignore[call-overload]
+            value = numbers[int(node.attr)]  # type: ignore[call-overload]
             plain = float(value) if node.dtype.is_float else int(value)
             nodes[i] = replace(node, op="const", attr=plain)
-    return simplify(replace(bound.program, nodes=tuple(nodes)), exact)
+    return simplify(replace(program, nodes=tuple(nodes)), exact)
 
 
 def sees_score_alone(bound: BoundProgram | None, exact: bool) -> bool:

@@ -18,7 +18,7 @@ from attnloom.backends.triton.list_kernels import join_kernel, rank_kernel, turn
 from attnloom.backends.triton.packed import pack_ints
 from attnloom.block_mask import BlockLists
 
-_MOST_PAIRS = 1 << 28  # of rows and columns: 2,048 units of 46,000 tokens, one of 2 million
+_MOST_PAIRS = 1 << 25  # of rows and columns: 256 units of 46,000 tokens, one of 700,000 (H200)
 _MOST_COMPARED = 1 << 34  # tiles with each other
 _LANES = 128
 _RANKED_LANES = 32

@@ -22,11 +22,11 @@ def _few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(list_launches, "_RANKED_LANES", 4)
 
 
-@pytest.mark.parametrize("length", [1, 191, 700])
+@pytest.mark.parametrize("length", [1, 191, pytest.param(700, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mod", MODS)
 def test_lists_are_those_of_sorting(mod: str, length: int, _few_lanes) -> None:
     assert (list_launches._LANES, list_launches._RANKED_LANES) != (_LANES, _RANKED_LANES)
-    for q_block in (64, 128):
+    for q_block in (64, 128) if length > 1 else (128,):
         blocks = lists_of(mod, length, (q_block, 128), "cpu")
         list_deriving.check_work(blocks, 64)
         if blocks.entries.numel():
@@ -37,7 +37,7 @@ def test_lists_are_those_of_sorting(mod: str, length: int, _few_lanes) -> None:
 
 @pytest.mark.parametrize("block", [(256, 64), (64, 64)], ids=str)
 def test_in_one_step(block: tuple[int, int]) -> None:
-    blocks = lists_of("holes", 1000, block, "cpu")
+    blocks = lists_of("holes", 300, block, "cpu")
     list_deriving.check_work(blocks, 32)
     list_deriving.check_transposed(blocks)
     list_deriving.check_swept(blocks)
