@@ -85,6 +85,13 @@ class Visit:
         return SimpleNamespace(**{name: Int(n) for name, n in numbers.items()}, **memory)
 
 
+def is_dk(reads: list[Any]) -> bool:
+    """Whether a product takes dscore from shared memory, with queries."""
+    return len(reads) == 2 and bool(reads[0] and reads[1]) and (
+        reads[0][0] == "ds" and reads[1][0] == "q"
+    )  # fmt: skip
+
+
 class Backward:
     """A program with a configuration, and its tiles one after the other."""
 
@@ -148,15 +155,22 @@ class Backward:
         gradients = [("do", b, h, row, 0) for _, b, h, row, _ in self.steps]
         keys = [(*self._key_head(b, h), tile * 2 * HALF + which * HALF, 0)
                 for tile, b, h, _, _ in self.steps]  # fmt: skip
+        cfg, slices = self.cfg, backward_products.slices
+        dscores = [("ds", n, which) for n in range(len(self.steps))]
         wanted = {
-            "scores": [[("k", *key), q] for key, q in zip(keys, queries, strict=True)],
-            "dp": [[("v", *key), g] for key, g in zip(keys, gradients, strict=True)],
+            "scores": [[("k", *key), q] for key, q in zip(keys, queries, strict=True)
+                       for _ in slices(cfg.COLUMNS)],
+            "dp": [[("v", *key), g] for key, g in zip(keys, gradients, strict=True)
+                   for _ in slices(cfg.VALUE_COLUMNS)],
             "dv": [[g] for g in gradients],
-            "dk": [[q] for q in queries],
-        }
+            "dk": [[ds, q] if cfg.DK_SHARED else [q]
+                   for ds, q in zip(dscores, queries, strict=True)],
+        }  # fmt: skip
         found: dict[str, list[Any]] = {name: [] for name in wanted}
         for reads in own.log:
-            if len(reads) == 1:
+            if is_dk(reads):
+                found["dk"].append(reads)
+            elif len(reads) == 1:
                 found["dk" if reads[0][0] == "q" else "dv"].append(reads)
             elif reads[1][0] in ("q", "do"):
                 found["scores" if reads[1][0] == "q" else "dp"].append(reads)
@@ -255,7 +269,10 @@ class Backward:
     def _add_dq(self, _: Any, __: Any, line: int, ___: Any, ____: Any) -> None:
         """The last two products of dq are those of the step that the line belongs to."""
         own = self.world.own
-        found = [reads for reads in own.log if len(reads) == 2 and reads[0] and reads[0][0] == "ds"]
+        found = [
+            reads for reads in own.log
+            if len(reads) == 2 and reads[0] and reads[0][0] == "ds" and not is_dk(reads)
+        ]  # fmt: skip
         if not found:
             raise ProtocolError(f"dq of line {line} is of no dscore")
         n = found[-1][0][1]

@@ -256,6 +256,26 @@ def test_heads_in_use_have_the_forms_that_were_timed() -> None:
         assert launch_wide.form_of(make_call(192, score_mod=score_mod)).fold == fold
 
 
+@pytest.mark.parametrize("may_mask", [False, True])
+def test_columns_past_the_heads_are_left_out_in_whole_slices(may_mask: bool) -> None:
+    from attnloom.backends.gluon.configs_backward import form_for
+
+    for head_dim, columns in ((64, 64), (72, 80), (96, 96), (112, 112), (120, 128), (128, 128)):
+        assert form_for(head_dim, 72, may_mask, may_fold=True).columns(head_dim) == columns
+        assert form_for(head_dim, 72, may_mask, may_fold=False).columns(96) == 128
+
+
+def test_dk_takes_dscore_from_shared_memory_where_it_was_timed() -> None:
+    from attnloom.backends.gluon.configs_backward import form_for
+
+    found = {
+        (d, dv): form_for(d, dv, may_mask=True, may_fold=True).dk_shared
+        for d, dv in ((72, 72), (96, 40), (112, 112), (96, 128), (128, 96), (64, 64))
+    }
+    assert [dims for dims, shared in found.items() if shared] == [(72, 72), (96, 40), (112, 112)]
+    assert not form_for(96, 96, may_mask=False, may_fold=True).dk_shared
+
+
 def test_a_wide_kernel_that_spills_is_asked_once() -> None:
     """Its results are not used either: a later call's would differ from them."""
     from attnloom.backends.gluon import launch_wide

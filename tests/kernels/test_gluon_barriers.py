@@ -134,7 +134,7 @@ def test_backward(name: str, score: str, mask: str, made: list[str]) -> None:
     """Tiles were lost: programs of one tile had barriers for others."""
     form = BACKWARDS[name]
     call = make_call(
-        64 if form.dq_apart else 128,
+        64 if form.dq_apart else 96 if form.dk_shared else 128,
         score_mod=SCORES[score], mask_mod=MASKS[mask], q_len=2048, kv_len=2048, backend="gluon",
     )  # fmt: skip
     with GluonBackward(form).installed():

@@ -22,6 +22,7 @@ from attnloom.backends.gluon import (
     launch_wide,
     ready_backward,
 )
+from attnloom.backends.gluon.configs_backward import KEYS
 from attnloom.backends.registry import AttentionCall
 from tests.kernels.cross_compile import TARGETS, Compiled, compile_for, device_is
 from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon
@@ -83,6 +84,18 @@ def test_causal(head_dim: int) -> None:
     for name in ("backward_kernel", "finish_kernel"):
         assert "griddepcontrol.wait" in made[name].text
     assert re.search(r"ld\.global\S*\.v4\.b32", made["finish_kernel"].text)
+
+
+@pytest.mark.parametrize(("head_dim", "mask_mod"), [(80, None), (112, causal)])
+def test_products_leave_out_columns_past_the_heads(head_dim: int, mask_mod: Any) -> None:
+    """S before the first step and in each, dP in each; dq over 128 keys in each and late."""
+    made = compiled(make_call(head_dim, mask_mod=mask_mod, q_len=2048, kv_len=2048))
+    main = made["backward_kernel"]
+    assert not main.serialised
+    assert main.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert main.spills <= 48
+    products = 3 * head_dim // 16 + 2 * KEYS // 16
+    assert main.text.count("m64n64k16") == CONSUMERS * products
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

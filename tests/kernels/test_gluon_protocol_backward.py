@@ -23,7 +23,7 @@ def form(**changed: Any) -> SimpleNamespace:
         PANELS=1, VALUE_PANELS=1, STEPS_PAST_END=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
         FOLD=False, PREFETCH=False, SWEEPS=False, ROWS_APART=False, MASK_FIRST=False,
-        LEAVES_LATE=False, NAMED=0,
+        LEAVES_LATE=False, NAMED=0, DK_SHARED=False, COLUMNS=128, VALUE_COLUMNS=128,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -31,6 +31,7 @@ def form(**changed: Any) -> SimpleNamespace:
 
 FOUR = {"STAGES": 4, "LOG_STAGES": 2}
 DRAWN = {"PERSISTENT": True, "KV_STAGES": 2}
+TRIMMED = {"COLUMNS": 96, "VALUE_COLUMNS": 80, "FOLD": True, "NAMED": 3}
 FORMS = {
     "wide": form(),
     "wide, from -lse and -delta": form(FOLD=True),
@@ -63,6 +64,13 @@ FORMS = {
     "wide, tiles drawn, late, whole steps": form(
         LEAVES_LATE=True, FOLD=True, ROWS_APART=True, **DRAWN | {"SUB": 1}
     ),
+    "trimmed": form(**TRIMMED),
+    "trimmed, in mbarriers": form(**TRIMMED | {"NAMED": 0}),
+    "trimmed, three slices": form(**TRIMMED | {"COLUMNS": 112}),
+    "trimmed, tiles drawn, late": form(LEAVES_LATE=True, **TRIMMED | {"NAMED": 0}, **DRAWN),
+    "trimmed, tiles drawn, dk shared": form(DK_SHARED=True, **TRIMMED, **DRAWN),
+    "dk shared": form(DK_SHARED=True),
+    "dk shared, tiles drawn, by head": form(DK_SHARED=True, BY_HEAD=True, **DRAWN),
     "narrow, tiles drawn": form(DQ_APART=True, **DRAWN),
     "narrow, tiles drawn, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **DRAWN),
     "no mask": form(
@@ -128,6 +136,25 @@ def queries_given_back_early(names: dict[str, Any]) -> dict[str, Any]:
         return names["start_dp"](mem, n, own, layout, cfg)
 
     return {"start_dp": start_dp}
+
+
+def queries_given_back_before_dk(names: dict[str, Any]) -> dict[str, Any]:
+    """The product of dk starts after dscore was handed over, and its queries are still needed."""
+
+    def ds_is_there(mem, n, which, cfg):
+        names["mbarrier"].arrive(mem.q_empty.index(names["slot_of"](n, cfg)))
+        names["ds_is_there"](mem, n, which, cfg)
+
+    return {"ds_is_there": ds_is_there, "done_with_q": lambda *_: None}
+
+
+def dk_of_the_other_half(names: dict[str, Any]) -> dict[str, Any]:
+    """dk takes what the other consumer wrote: who writes has changed places with it."""
+
+    def give(mem, n, ds, which, cfg):
+        return names["give_ds"](mem, n, ds, 1 - which, cfg)
+
+    return {"give_ds": give}
 
 
 def pieces_of_this_step(names: dict[str, Any]) -> dict[str, Any]:
@@ -225,6 +252,9 @@ def test_barriers_that_nobody_uses_or_that_are_none_are_found(
         ("wide", dq_of_this_step),
         ("narrow", dq_of_this_step),
         ("narrow, early", queries_given_back_early),
+        ("dk shared", queries_given_back_before_dk),
+        ("dk shared, tiles drawn, by head", queries_given_back_before_dk),
+        ("dk shared", dk_of_the_other_half),
         ("wide, named", forgotten("wait_for_ds", "ds_is_there")),
         ("wide, named", forgotten("wait_for_room", "done_with_ds", "start_slots", "end_slots")),
         ("wide, named", forgotten("start_slots")),

@@ -65,6 +65,19 @@ def test_head_dims(D: int, Dv: int) -> None:
     check(Case("causal", replace(SIZES, D=D, Dv=Dv), BF16, scale=-0.3))
 
 
+@pytest.mark.parametrize("D", [72, 80, 96, 112])
+def test_heads_past_which_columns_are_left_out(D: int) -> None:
+    apart(check_trimmed, D)
+
+
+def check_trimmed(D: int) -> None:
+    """Of programs that draw tiles and of one a tile, to which no tile is masked."""
+    for mod, kv_len in (("causal", 290), ("plain", 256), ("document", 290)):
+        sizes = replace(SIZES, KV_LEN=kv_len, D=D, Dv=D)
+        check(Case(mod, sizes, FP16 if mod == "plain" else BF16))
+    check(Case("causal", replace(ONE_HEAD_A_KEY, D=D, Dv=48), BF16))
+
+
 def test_lengths() -> None:
     for q_len, kv_len in ((1, 1), (1, 63), (63, 1), (129, 257), (17, 1000), (1000, 17)):
         check(Case("causal", replace(WIDE, Q_LEN=q_len, KV_LEN=kv_len), BF16))

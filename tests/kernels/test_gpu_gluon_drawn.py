@@ -72,13 +72,15 @@ _MODS = (
 )
 
 
+_TRIMMED = ("plain", "causal", "document")
 # what is kept of captured rows does not fit beside two tiles of keys of 128 columns (by 260 bytes)
 _TOO_LARGE = ("row_and_column", 128)
 
 
 @pytest.mark.parametrize(
     ("mod", "head_dim"),
-    [(mod, dim) for mod in _MODS for dim in (64, 128) if (mod, dim) != _TOO_LARGE],
+    [(mod, dim) for mod in _MODS for dim in (64, 128) if (mod, dim) != _TOO_LARGE]
+    + [(mod, 96) for mod in _TRIMMED],
 )
 def test_mods(mod: str, head_dim: int) -> None:
     fp16 = _MODS.index(mod) % 2 == 1
@@ -93,22 +95,23 @@ def check_lengths(head_dim: int) -> None:
             check(Case("causal", sizes, BF16), programs)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_lengths(head_dim: int) -> None:
     apart(check_lengths, head_dim)
 
 
-def check_repeats() -> None:
+def check_repeats(head_dim: int) -> None:
     """dk and dv are bitwise the same each time, on two streams too."""
     from tests.kernels.gluon_backward import repeated
 
     with drawn(132):
-        first, *others = repeated(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 128)
+        first, *others = repeated(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, head_dim)
     for results in others:
         assert torch.equal(results[1], first[1])
         assert torch.equal(results[2], first[2])
         torch.testing.assert_close(results[0], first[0], rtol=1e-2, atol=1e-2)
 
 
-def test_repeats() -> None:
-    apart(check_repeats)
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_repeats(head_dim: int) -> None:
+    apart(check_repeats, head_dim)

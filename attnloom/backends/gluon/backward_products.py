@@ -3,7 +3,7 @@ dq's. Glossary: backward_shared.py."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from attnloom.backends.gluon.backward_shared import HALF
 from attnloom.backends.gluon.backward_slots import wait_for_room
@@ -22,35 +22,56 @@ def _product(a, b, init, L: gl.constexpr, cfg: gl.constexpr):
         return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=False, is_async=True)
 
 
+@gluon.constexpr_function
+def slices(columns):
+    """(first, how many) of so many columns of a tile, in tiles of powers of two."""
+    found, first = [], 0
+    for width in (128, 64, 32, 16):
+        if first + width <= columns:
+            found.append((first, width))
+            first += width
+    return found
+
+
 @gluon.jit
-def _products(a, own, b, slot, PANELS: gl.constexpr, init, L: gl.constexpr, cfg: gl.constexpr):
-    """a . b^T over panels side by side, from those of `own` and `slot` on, started."""
-    i, j = own * PANELS, slot * PANELS
-    acc = _product(a.index(i), b.index(j), init, L, cfg)
-    for n in gl.static_range(1, PANELS):
-        acc = warpgroup_mma(a.index(i + n), b.index(j + n).permute((1, 0)), acc, is_async=True)
+def _products(
+    a, own, b, slot, PANELS: gl.constexpr, COLUMNS: gl.constexpr, init, L: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """a . b^T over the first columns of panels side by side, from those of `own` and `slot` on,
+    started: a product in flight for each slice of each panel."""
+    SLICES: gl.constexpr = slices(COLUMNS)
+    for n in gl.static_range(PANELS):
+        left, right = a.index(own * PANELS + n), b.index(slot * PANELS + n)
+        for i in gl.static_range(len(SLICES)):
+            x = left.slice(SLICES[i][0], SLICES[i][1], 1)
+            y = right.slice(SLICES[i][0], SLICES[i][1], 1)
+            if n + i == 0:
+                acc = _product(x, y, init, L, cfg)
+            else:
+                acc = warpgroup_mma(x, y.permute((1, 0)), acc, is_async=True)
     return acc
 
 
 @gluon.jit
 def start_scores(mem, n, base, own, L: gl.constexpr, cfg: gl.constexpr):
-    """k . q^T of a step, less lse if FOLD: PANELS products in flight. own: where the consumer's
-    keys lie."""
+    """k . q^T of a step, less lse if FOLD: a product in flight for each slice of each panel. own:
+    where the consumer's keys lie."""
     slot = slot_of(n, cfg)
     init = 0.0
     if cfg.FOLD:
         init = mem.lse.index(slot).load(gl.SliceLayout(0, L)) * (-1.0 / base)
-    return _products(mem.k, own, mem.q, slot, cfg.PANELS, init, L, cfg)
+    return _products(mem.k, own, mem.q, slot, cfg.PANELS, cfg.COLUMNS, init, L, cfg)
 
 
 @gluon.jit
 def start_dp(mem, n, own, L: gl.constexpr, cfg: gl.constexpr):
-    """v . dout^T of a step, less delta if FOLD: VALUE_PANELS products in flight."""
+    """v . dout^T of a step, less delta if FOLD, as start_scores."""
     slot = slot_of(n, cfg)
     init = 0.0
     if cfg.FOLD:
         init = -mem.delta.index(slot).load(gl.SliceLayout(0, L))
-    return _products(mem.v, own, mem.dout, slot, cfg.VALUE_PANELS, init, L, cfg)
+    return _products(mem.v, own, mem.dout, slot, cfg.VALUE_PANELS, cfg.VALUE_COLUMNS, init, L, cfg)
 
 
 @gluon.jit
@@ -58,3 +79,12 @@ def give_ds(mem, n, ds, which, cfg: gl.constexpr):
     """dscore of a step to shared memory, for dq."""
     wait_for_room(mem, n, which, cfg)
     mem.ds.index((n & 1) * 2 + which).store(ds)
+
+
+@gluon.jit
+def dk_done(PENDING: gl.constexpr, dk, ds_left, cfg: gl.constexpr):
+    """dk and dscore in registers, once at most so many products are in flight."""
+    if cfg.DK_SHARED:
+        return warpgroup_mma_wait(PENDING, [dk]), ds_left
+    else:
+        return warpgroup_mma_wait(PENDING, [dk, ds_left])

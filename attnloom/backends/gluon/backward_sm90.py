@@ -11,6 +11,7 @@ reductions 5% (H200, D=128 and 64).
     DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
+    DK_SHARED  dk takes dscore from shared memory, too: 16 registers fewer while dv is formed
     PREFETCH   what single scores look up is loaded a step ahead, into registers
     PERSISTENT one program a processor draws tiles, and copies for the next one are under way while
                dk and dv leave; otherwise a program has one tile
@@ -55,7 +56,13 @@ from attnloom.backends.gluon.backward_math import (
     rows_ahead,
     weighted,
 )
-from attnloom.backends.gluon.backward_products import give_ds, start_dp, start_scores
+from attnloom.backends.gluon.backward_products import (
+    dk_done,
+    give_ds,
+    slices,
+    start_dp,
+    start_scores,
+)
 from attnloom.backends.gluon.backward_shared import (
     HALF,
     KEYS,
@@ -104,6 +111,7 @@ def _step(
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
+    SCORES: gl.constexpr = len(slices(cfg.COLUMNS))  # products of scores
     base, first = numbers[1], numbers[3]
     s, dk, dv, line_before, sums, pieces = state
     slot, phase = slot_of(n, cfg), phase_of(n, cfg)
@@ -131,16 +139,25 @@ def _step(
     if cfg.PREFETCH:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         following = _look_up_ahead(mem, n + 1, n + 1 < stop, context, first, cfg)
-    dp = warpgroup_mma_wait(1 if cfg.EARLY else 0, [dp])
+    dp = warpgroup_mma_wait(SCORES if cfg.EARLY else 0, [dp])
     dp = less_delta(dp, mem, slot, L, cfg)
     ds, sums = dscores(weight, dp, rest, sums, context, sinks, pieces, corner, queries, keys, cfg)
     ds = ds.to(cfg.OPERAND)
-    ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
+    ds_left = 0
+    if not cfg.DK_SHARED:
+        ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
     dv = warpgroup_mma(p_left, mem.dout.index(slot), dv, is_async=True)
     give_ds(mem, n, ds, which, cfg)
-    dk = warpgroup_mma(ds_left, mem.q.index(slot), dk, is_async=True)
-    fence_async_shared()
-    ds_is_there(mem, n, which, cfg)
+    if cfg.DK_SHARED:
+        fence_async_shared()
+        bi.barrier()
+        ds_is_there(mem, n, which, cfg)
+        ds_shared = mem.ds.index((n & 1) * 2 + which)
+        dk = warpgroup_mma(ds_shared, mem.q.index(slot), dk, is_async=True)
+    else:
+        dk = warpgroup_mma(ds_left, mem.q.index(slot), dk, is_async=True)
+        fence_async_shared()
+        ds_is_there(mem, n, which, cfg)
     line = line_before
     if cfg.EARLY:
         s_next = warpgroup_mma_wait(2, [s_next])
@@ -151,9 +168,9 @@ def _step(
     elif cfg.DQ_APART:
         mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
-        dv, p_left = warpgroup_mma_wait(2, [dv, p_left])
+        dv, p_left = warpgroup_mma_wait(SCORES + 1, [dv, p_left])
         done_with_do(mem, slot, cfg)
-        dk, ds_left = warpgroup_mma_wait(1, [dk, ds_left])
+        dk, ds_left = warpgroup_mma_wait(SCORES, [dk, ds_left])
         done_with_q(mem, slot, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
     else:
@@ -168,9 +185,9 @@ def _step(
         wait_for_ds(mem, before, line_before >= 0, which, cfg)
         dq = start_dq(mem, before, kv, sums_of_dq, which, cfg)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
-        dk, ds_left = warpgroup_mma_wait(3, [dk, ds_left])
+        dk, ds_left = dk_done(SCORES + 2, dk, ds_left, cfg)
         done_with_q(mem, slot, cfg)
-        dq = warpgroup_mma_wait(1, [dq])
+        dq = warpgroup_mma_wait(SCORES, [dq])
         done_with_ds(mem, before, line_before >= 0, which, cfg)
         if line_before >= 0:
             done_dq(dq_to, places, line_before, dq, which, cfg)

@@ -28,7 +28,8 @@ class BackwardSm90Config(Sm90Config):
     """Everything that backward_kernel and wide_kernel are compiled for; glossaries:
     backward_sm90.py and backward_shared.py.
 
-    D, DV: columns of a panel, of which PANELS and VALUE_PANELS cover D and Dv.
+    D, DV: columns of a panel, of which PANELS and VALUE_PANELS cover D and Dv, and of which S and
+        dP sum over the first COLUMNS and VALUE_COLUMNS.
     SUB: of a block of queries. HAS_SCORE, HAS_BIAS, UNSCALED: without parts if HAS_SINKS.
     TILES_PER_BLOCK: programs in a block of keys. SAME_LISTS: all units have the same live blocks.
     KV_STAGES: slots for the keys and values of a tile.
@@ -45,6 +46,8 @@ class BackwardSm90Config(Sm90Config):
     TILE_M: int
     PANELS: int
     VALUE_PANELS: int
+    COLUMNS: int
+    VALUE_COLUMNS: int
     TILES_PER_BLOCK: int
     SAME_LISTS: bool
     PERSISTENT: bool
@@ -58,6 +61,7 @@ class BackwardSm90Config(Sm90Config):
     DQ_APART: bool
     EARLY: bool
     FOLD: bool
+    DK_SHARED: bool
     DQ_REGISTERS: int
     ROWS_APART: bool
     MASK_FIRST: bool
@@ -203,6 +207,8 @@ def main_config(
         TILE_M=STEP,
         PANELS=1,
         VALUE_PANELS=1,
+        COLUMNS=form.columns(query.size(3)),
+        VALUE_COLUMNS=form.columns(value.size(3)),
         SUB=1 if blocks is None else per_block(blocks.q_block, STEP),
         TILES_PER_BLOCK=1 if blocks is None else per_block(blocks.kv_block, KEYS),
         SAME_LISTS=same_lists,
@@ -220,6 +226,7 @@ def main_config(
         DQ_APART=form.dq_apart,
         EARLY=form.early,
         FOLD=form.fold,
+        DK_SHARED=form.dk_shared,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         ROWS_APART=form.rows_apart and _looks_up_queries(call.mask),
@@ -249,6 +256,7 @@ def wide_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     found = {field.name: value_of(config, field.name) for field in fields(config)}
     value_panels = -(-operands.value.size(3) // PANEL)
     found |= {"D": PANEL, "DV": PANEL, "PANELS": PANELS, "VALUE_PANELS": value_panels}
+    found |= {"COLUMNS": PANEL, "VALUE_COLUMNS": PANEL}
     return BackwardSm90Config(**found | {"STEPS_PAST_END": False})
 
 
