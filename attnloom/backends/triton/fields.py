@@ -40,6 +40,7 @@ class ForwardConfig(KernelConfig):
 
     SINGLE, OVERLAPS, HINT: of decode.py and paged.py: one split; a second kernel starts beside this
     one; what copies say to the second-level cache (read_once.py), "": nothing.
+    LAST_FIRST: of forward.py, see launch_forward.py.
     """
 
     TILE_M: int
@@ -75,6 +76,7 @@ class ForwardConfig(KernelConfig):
     SINGLE: bool = False
     OVERLAPS: bool = False
     HINT: str = ""
+    LAST_FIRST: bool = False
 
     __hash__ = KernelConfig.__hash__
 

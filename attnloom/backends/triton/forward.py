@@ -135,11 +135,8 @@ def attend_entries(
     state, q, k_src, k_at, v_src, v_at, scale, score_ctx, mask_ctx, pos, lists, span,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """All key tiles of list entries first .. last - 1, from the last one on. lists = (entries,
-    block that overhangs or -1).
-
-    Of weights rounded to halves those of a row's maximum so far are exact; under causal masks more
-    of them count in this order, for 0.1% less error at D = 64.
+    """All key tiles of list entries first .. last - 1, LAST_FIRST: the other way round. lists =
+    (entries, block that overhangs or -1).
 
     The entry of the next step is loaded a step ahead: the address of its keys is then known when
     the copy is issued. Loaded in place it stalls every warp of the pipeline (H200, causal D128: see
@@ -147,13 +144,20 @@ def attend_entries(
     entries, overhang = lists
     first, last = span
     c = exponent_scale(scale, cfg)
-    entry = tl.load(entries + last - 1, mask=first < last, other=0)
+    begin = first
+    if cfg.LAST_FIRST:
+        begin = last - 1
+    entry = tl.load(entries + begin, mask=first < last, other=0)
     for i in tl.range(first * cfg.SUB, last * cfg.SUB):
-        t = (first + last) * cfg.SUB - 1 - i
+        t = i
+        following = tl.minimum((t + 1) // cfg.SUB, last - 1)
+        if cfg.LAST_FIRST:
+            t = (first + last) * cfg.SUB - 1 - i
+            following = tl.maximum(t - 1, first * cfg.SUB) // cfg.SUB
         block = entry >> 1
         kv = (block * cfg.SUB + t % cfg.SUB) * cfg.TILE_N
         partial = ((entry & 1) != 0) | (block == overhang)
-        entry = tl.load(entries + tl.maximum(t - 1, first * cfg.SUB) // cfg.SUB)
+        entry = tl.load(entries + following)
         offs_n = kv + tl.arange(0, cfg.TILE_N)[None, :]
         s = raw_scores(q, k_src, k_at, kv, cfg)
         s = modded_scores(s, scale, score_ctx, pos, offs_n, cfg)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 
 from attnloom.backends.registry import AttentionCall, ForwardResult
 from attnloom.backends.triton import configs, phase
@@ -121,7 +122,8 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         heads_together(call, configs.device_of(query.device)),
         overhanging_block(call),
     )
-    config = ForwardConfig(**phase_fields(call, tensors, tile))
+    fields = phase_fields(call, tensors, tile)
+    config = ForwardConfig(**fields, LAST_FIRST=_takes_last_first(call, fields["OPERAND"]))
     blanks = None
     others = key_value_blanks(config, tensors, tile.tile_n)
     if others is not None:
@@ -133,6 +135,18 @@ def _prepare(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> _Read
         pack_ints(shape),
         packed_strides(tensors),
     )
+
+
+def _takes_last_first(call: AttentionCall, operand: tl.dtype) -> bool:
+    """Whether lists are taken from their end, for 0.1% less error (H200, causal, D = 64).
+
+    Of weights rounded to halves those of a row's maximum so far are exact, and causal rows have few
+    keys in their last block. Not where positions make a score: what ALiBi makes largest comes last,
+    and is to be added to what is small (0.1% of error in halves, 25% in float32)."""
+    if call.blocks is None or operand not in (tl.float16, tl.bfloat16):
+        return False
+    nodes = () if call.score is None else call.score.program.nodes
+    return not any(node.op == "input" and node.attr in ("q", "kv") for node in nodes)
 
 
 def _tiles(call: AttentionCall) -> tuple[configs.Tile, ...]:
