@@ -55,24 +55,31 @@ def given_away(ttgir: str, ptx: str = "") -> list[str]:
 
 def _barriers(ttgir: str) -> set[str]:
     """Names of the allocations that are initialised as barriers."""
+    views = _views(ttgir)
+    return {_allocation(found[1], views) for found in _START.finditer(ttgir)}
+
+
+def _views(ttgir: str) -> dict[str, str]:
+    """What views of memory are of."""
     # names begin anew in partitions, which come later: the first definition is the kernel's
     views: dict[str, str] = {}
     for found in _VIEW.finditer(ttgir):
         views.setdefault(found[1], found[2])
-    names = set()
-    for found in _START.finditer(ttgir):
-        name = found[1]
-        while name in views:
-            name = views[name]
-        names.add(name)
-    return names
+    return views
+
+
+def _allocation(name: str, views: dict[str, str]) -> str:
+    while name in views:
+        name = views[name]
+    return name
 
 
 def _forgotten(ttgir: str) -> Iterator[str]:
     """Barriers that no partition is given, which is what keeps memory to the end."""
-    partitions = _PARTITIONS.findall(ttgir)
+    partitions, views = _PARTITIONS.findall(ttgir), _views(ttgir)
     if partitions:
-        kept = {name.strip() for names in partitions for name in names.split(",")}
+        given = (name.strip() for names in partitions for name in names.split(","))
+        kept = {_allocation(name, views) for name in given}
         for name in sorted(_barriers(ttgir) - kept):
             yield f"no partition uses the barriers {name}"
 

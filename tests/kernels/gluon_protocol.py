@@ -136,7 +136,7 @@ class Launch:
     def names(self) -> dict[str, Any]:
         """What the functions' modules hold in place of the language's."""
         found = stand_ins(self.world, self.plan.programs, MODULES)
-        found |= {"FLAG_BITS": 6, "ALL_FULL": 42, "KEYS_LEFT": 8, "VALUES_LEFT": 12}
+        found |= {"FLAG_BITS": 6, "ALL_FULL": 42}
         found |= {name: self._watched(found[name]) for name in ("_overlapped_tile", "_plain_tile")}
         return (
             found
@@ -185,8 +185,7 @@ class Launch:
             groups[before:] = [[read for group in groups[before:] for read in group]]
             return acc
 
-        nothing = {"clear_beginnings": lambda: None, "address_of": lambda *_: Int(0)}
-        return nothing | {"add_output": add}
+        return {"add_output": add}
 
     def _queries(self, mem: Any, at: int, *_: Any) -> Any:
         """Where they lie, and those that lie in registers besides."""

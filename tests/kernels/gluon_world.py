@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from triton.experimental.gluon import language as gl
+
 from tests.kernels.gluon_values import Int, Nothing, Pointer, Vec
 
 PATIENCE_S = 20.0
@@ -221,6 +223,11 @@ class World:
                 self._let_others()
                 self._complete(barrier, count, 0)
 
+    def arrive_by_warp(self, block: Memory, number: int, live: Any = True) -> None:
+        """Each warp of those that go together, at a barrier by its number in a block."""
+        for _ in range(self.own.threads // 32):
+            self.arrive(block.index(number), pred=live)
+
     def expect(self, barrier: Slot, size: int) -> None:
         self._use(barrier)
         with self.changed:
@@ -348,6 +355,15 @@ def stand_ins(world: World, programs: int, modules: Sequence[ModuleType]) -> dic
             unknown=lambda value: value, signal=world.signal, signal_if=world.signal_if,
             meet=world.meet, meet_if=world.meet_if, barrier=lambda: None,
         ),
+        "addresses": SimpleNamespace(
+            arrive=world.arrive_by_warp,
+            arrive_if=lambda live, block, number: world.arrive_by_warp(block, number, live),
+            wait=lambda block, number, phase: world.wait(block.index(number), phase),
+            wait_if=lambda live, block, number, phase: world.wait(block.index(number), phase, live),
+            new_block=_new_block,
+            find=lambda block, *_: (block, Int(0)),  # a block of barriers stands for its address
+            barriers=_barriers,
+        ),
         "Shared": lambda *parts: _named(dict(zip(_fields(modules), parts, strict=True))),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": world.multiply,
@@ -357,8 +373,12 @@ def stand_ins(world: World, programs: int, modules: Sequence[ModuleType]) -> dic
     for module in modules:
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
-            if inspect.isfunction(function) and name not in found:
+            if name in found:
+                continue
+            if inspect.isfunction(function):
                 found[name] = function
+            elif isinstance(value, gl.constexpr) and isinstance(value.value, int):
+                found[name] = value.value
     return found
 
 
@@ -373,9 +393,22 @@ def _fields(modules: Sequence[ModuleType]) -> list[str]:
 
 def _named(memory: dict[str, Any]) -> SimpleNamespace:
     for name, part in memory.items():
+        if not isinstance(part, Slot | Memory):
+            continue
         for i, slot in enumerate([part] if isinstance(part, Slot) else part.slots):
             slot.name = slot.name or f"{name}[{i}]"  # what stands in for others has its own
     return SimpleNamespace(**memory)
+
+
+def _new_block() -> Memory:
+    return Memory("int64", [64, 1], None)
+
+
+def _barriers(block: Memory, first: int, count: int, has_block: bool) -> Memory:
+    found = Memory("int64", [count, 1], None)
+    if has_block:
+        found.slots = block.slots[first : first + count]
+    return found
 
 
 def _reinterpreted(memory: Slot, dtype: Any, shape: list[int], _: Any) -> Slot:

@@ -152,6 +152,38 @@ def test_other_forwards(D: int, score: Any, mask: Any, dtype: torch.dtype, spill
     check(D, score, mask, dtype, spills)
 
 
+def loops_of_products(text: str) -> list[str]:
+    """The innermost loops of PTX that have eight products of matrices or more."""
+    found: list[tuple[int, int]] = []
+    labels = {m[1]: m.start() for m in re.finditer(r"^(\$\w+):", text, re.MULTILINE)}
+    for jump in re.finditer(r"\bbra(?:\.uni)?\s+(\$\w+);", text):
+        start, end = labels[jump[1]], jump.start()
+        if start < end and text.count("wgmma.mma_async", start, end) >= 8:
+            found.append((start, end))
+    return [
+        text[start:end]
+        for start, end in found
+        if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in found)
+    ]
+
+
+@pytest.mark.parametrize(("D", "consumers"), [(64, 3), (128, 2)])
+def test_warps_of_a_consumer_do_not_meet_in_a_step(D: int, consumers: int) -> None:
+    """What addresses.py needs of Triton: shared memory has a name, and barriers' block begins at a
+    multiple of its size, where it is looked for."""
+    with mock.patch.object(launch_forward, "has_few_steps", lambda call: False):
+        found = compiled(call_of(D, None, None))
+    assert found.serialised == ()
+    assert found.spills == 0
+    assert re.search(r"\.extern \.shared [^;]*\bglobal_smem\[\];", found.text)
+    steps = loops_of_products(found.text)[:consumers]
+    assert len(steps) == consumers
+    for step in steps:
+        assert "mbarrier.arrive" in step
+        assert "mbarrier.try_wait" in step
+        assert not re.search(r"\tbar(?:rier)?\.", step)
+
+
 FIRST_CALLS = [(128, softcap, causal), (64, None, causal), (96, None, None), (192, softcap, causal)]
 FIRST_CALLS += [(256, None, causal), (128, None, documents), (64, alibi, documents)]
 

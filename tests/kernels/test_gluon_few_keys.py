@@ -140,6 +140,21 @@ def test_what_was_not_timed_keeps_its_blocks(asked: list[Any], name: str) -> Non
     assert not asked and not few_keys.sees_few(call)
 
 
+@pytest.mark.parametrize(
+    ("mask", "length", "many"),
+    [(causal, 8192, True), (causal, 4096, True), (causal, 2048, False), (window, 8192, False)],
+)
+def test_long_rows_have_the_form_that_was_timed(mask: Any, length: int, many: bool) -> None:
+    call = call_of(mask, length)
+    assert few_keys.sees_many(call) == many
+    assert form_of(call).by_warp == many
+
+
+def test_masks_that_look_up_and_none_at_all_are_not_those_of_long_rows() -> None:
+    assert not few_keys.sees_many(call_of(packed(8192, 1)))
+    assert not few_keys.sees_many(replace(call_of(causal), blocks=None))
+
+
 def test_ids_that_may_change_unseen_keep_blocks(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,8 @@ def test_keys_are_waited_for_ahead_where_that_gained() -> None:
 @pytest.mark.parametrize("mask", [None, causal])
 def test_slots_have_named_barriers_where_that_gained(mask: Any) -> None:
     named = {D for D in DIMS if first(D, mask).named}
-    assert named == {96, 128, 192, 256}
+    assert named == {96, 192, 256}
+    assert {D for D in DIMS if first(D, mask).by_warp} == {64, 128}
     scored = {D for D in DIMS if first(D, mask, capped).named}
     assert scored == {96, 128, 192, 256}
 
@@ -151,6 +152,10 @@ H200 = Device(90, 232_448, 132, 60 << 20)
         (causal, 3, 8192, 15),
         (causal, 32, 8192, 128),
         (causal, 1, 512, 64),
+        (causal, 1, 16_384, 8),
+        (causal, 1, 32_768, 4),
+        (causal, 3, 32_768, 3),
+        (causal, 1, 2**20, 1),
     ],
 )
 def test_under_a_mask_more_heads_are_taken_together(

@@ -18,8 +18,8 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     """A configuration, as fields_forward.config_of would give it for documents."""
     cfg = SimpleNamespace(
         CONSUMERS=consumers, WARPS=4, ROWS=4, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2,
-        PANELS=1, D=64, DV=64, Q_KEPT=0, REST=0, WIDE=False, NAMED=False, BY_LANE=False,
-        LATE=False, AHEAD=False, PACKED=False, OVERLAP=consumers < 3, OUT_IN_Q=False,
+        PANELS=1, D=64, DV=64, Q_KEPT=0, REST=0, WIDE=False, NAMED=False, BY_WARP=False,
+        BY_LANE=False, LATE=False, AHEAD=False, PACKED=False, OVERLAP=consumers < 3, OUT_IN_Q=False,
         PREFETCH=False, OPERAND=None, SUB=1, HAS_LISTS=True, APART=consumers == 3,
         HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=False, MAY_MASK=True,
         NEEDS_KEYS=True, MAY_BE_EMPTY=True, NUM_COLUMNS=1, COLUMN0="int32", BAKED=False,
@@ -36,6 +36,7 @@ PLAIN = {"HAS_LISTS": False, "HAS_MASK": False, "MAY_MASK": False, "NEEDS_KEYS":
 PLAIN |= {"MAY_BE_EMPTY": False, "NUM_COLUMNS": 0, "APART": False}
 FIVE_PANELS = {"PANELS": 3, "KEY_PANELS": 5, "Q_STAGES": 1, "OUT_IN_Q": True, "AHEAD": True}
 FIVE_PANELS |= {"LATE": True, "WIDE": True}
+EIGHT = {"WARPS": 8, "ROWS": 8, "BY_WARP": True}
 FORMS = {
     "two consumers": form(),
     "three consumers": form(3),
@@ -86,13 +87,30 @@ FORMS = {
     "named, one tile": form(Q_STAGES=1, OUT_IN_Q=True, NAMED=True),
     "named, prefetch": form(Q_STAGES=1, OUT_IN_Q=True, PREFETCH=True, NAMED=True),
     "named, packed, three": form(3, OVERLAP=True, AHEAD=True, PACKED=True, NAMED=True),
-    "quick": form(1, WARPS=8, ROWS=8, NAMED=True),
-    "quick, no columns": form(1, WARPS=8, ROWS=8, NAMED=True, AHEAD=True, Q_KEPT=1, NUM_COLUMNS=0),
-    "quick, in turn": form(1, WARPS=8, ROWS=8, NAMED=True, OVERLAP=False),
-    "quick, no mask": form(1, WARPS=8, ROWS=8, NAMED=True, PACKED=True, **PLAIN),
-    "quick, five panels": form(
-        1, **FIVE_PANELS | {"WIDE": False}, WARPS=8, ROWS=8, NAMED=True, NUM_COLUMNS=0
+    "by warp": form(BY_WARP=True),
+    "by warp, three consumers": form(3, BY_WARP=True),
+    "by warp, apart": form(APART=True, BY_WARP=True),
+    "by warp, no mask": form(BY_WARP=True, **PLAIN),
+    "by warp, no columns": form(Q_KEPT=1, Q_STAGES=1, NUM_COLUMNS=0, AHEAD=True, BY_WARP=True),
+    "by warp, packed, three": form(3, OVERLAP=True, AHEAD=True, PACKED=True, BY_WARP=True),
+    "by warp, wide": form(
+        PANELS=3,
+        NUM_COLUMNS=0,
+        Q_KEPT=3,
+        Q_STAGES=1,
+        LATE=True,
+        AHEAD=True,
+        BY_WARP=True,
+        WIDE=True,
     ),
+    "quick": form(1, **EIGHT),
+    "quick, apart": form(1, APART=True, **EIGHT),
+    "quick, one tile of queries": form(1, OUT_IN_Q=True, Q_STAGES=1, LATE=True, **EIGHT),
+    "quick, no columns": form(1, AHEAD=True, Q_KEPT=1, NUM_COLUMNS=0, **EIGHT),
+    "quick, panels": form(1, PANELS=3, Q_KEPT=3, Q_STAGES=1, LATE=True, AHEAD=True, **EIGHT),
+    "quick, in turn": form(1, OVERLAP=False, **EIGHT),
+    "quick, no mask": form(1, PACKED=True, **EIGHT, **PLAIN),
+    "quick, five panels": form(1, **FIVE_PANELS | {"WIDE": False}, NUM_COLUMNS=0, **EIGHT),
     "wide": form(
         PANELS=3, NUM_COLUMNS=0, Q_KEPT=3, Q_STAGES=1, LATE=True, AHEAD=True, NAMED=True, WIDE=True
     ),
@@ -233,9 +251,9 @@ def keys_left_early(names: dict[str, Any]) -> dict[str, Any]:
         names["bi"].signal(names["slot_of"](n, cfg) + 8, names["readers"](cfg))
         return found
 
-    def leave(empty, slot, first, cfg):
+    def leave(mem, empty, slot, first, cfg):
         if first != 8:
-            names["leave"](empty, slot, first, cfg)
+            names["leave"](mem, empty, slot, first, cfg)
 
     return {"scores": scores, "leave": leave, "leave_if": lambda live, *rest: leave(*rest)}
 
@@ -256,6 +274,34 @@ def panels_of_the_step_before(names: dict[str, Any]) -> dict[str, Any]:
     return {"scores": scores}
 
 
+def keys_left_early_by_warp(names: dict[str, Any]) -> dict[str, Any]:
+    def scores(q, mem, n, L, cfg):
+        found = names["scores"](q, mem, n, L, cfg)
+        names["addresses"].arrive(mem.block, names["slot_of"](n, cfg) + 8)
+        return found
+
+    def leave(mem, empty, slot, first, cfg):
+        if first != 8:
+            names["leave"](mem, empty, slot, first, cfg)
+
+    return {"scores": scores, "leave": leave, "leave_if": lambda live, *rest: leave(*rest)}
+
+
+def a_lane_for_all_warps(names: dict[str, Any]) -> dict[str, Any]:
+    """Arrivals are counted by consumer, as if its warps had met."""
+
+    def arrive(block, number, live=True):
+        names["mbarrier"].arrive(block.index(number), pred=live)
+
+    by_lane = {"arrive": arrive, "arrive_if": lambda live, *rest: arrive(*rest, live)}
+    return {"addresses": SimpleNamespace(**{**vars(names["addresses"]), **by_lane})}
+
+
+def late_values_by_warp(names: dict[str, Any]) -> dict[str, Any]:
+    nothing = {"wait": lambda *_: None}
+    return {"addresses": SimpleNamespace(**{**vars(names["addresses"]), **nothing})}
+
+
 def readers_forgotten(names: dict[str, Any]) -> dict[str, Any]:
     """The warp of columns is not waited for, and passes in another's place."""
     return {"readers": lambda cfg: names["readers"](cfg) - 32}
@@ -273,6 +319,14 @@ def readers_forgotten(names: dict[str, Any]) -> dict[str, Any]:
         (form(), late_values, "used|copied over|more often"),
         (form(), keys_of_the_step_before, "used|copied over"),
         (form(NUM_COLUMNS=0, NAMED=True), keys_left_early, "used|copied over|sees"),
+        (
+            form(NUM_COLUMNS=0, BY_WARP=True),
+            keys_left_early_by_warp,
+            "used|copied|more often|every",
+        ),
+        (form(1, NUM_COLUMNS=0, **EIGHT), keys_left_early_by_warp, "used|copied|more often|every"),
+        (form(BY_WARP=True), a_lane_for_all_warps, "every warp waits"),
+        (form(BY_WARP=True), late_values_by_warp, "used|copied over|more often"),
         (form(NAMED=True), readers_forgotten, "sees|more often|copied over|every warp"),
         (form(**FIVE_PANELS, NUM_COLUMNS=0), last_panel_early, "used|copied|more often"),
         (form(**FIVE_PANELS, NUM_COLUMNS=0, NAMED=True), last_panel_early, "used|sees|more often"),

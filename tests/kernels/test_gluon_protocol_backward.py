@@ -23,7 +23,7 @@ def form(**changed: Any) -> SimpleNamespace:
         PANELS=1, VALUE_PANELS=1, STEPS_PAST_END=True,
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
         FOLD=False, PREFETCH=False, SWEEPS=False, ROWS_APART=False, MASK_FIRST=False,
-        LEAVES_LATE=False, NAMED=0, DK_SHARED=False, COLUMNS=128, VALUE_COLUMNS=128,
+        LEAVES_LATE=False, NAMED=0, BY_WARP=False, DK_SHARED=False, COLUMNS=128, VALUE_COLUMNS=128,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -50,6 +50,15 @@ FORMS = {
     "wide, tiles drawn": form(**DRAWN),
     "wide, tiles drawn, by head": form(BY_HEAD=True, **DRAWN),
     "wide, tiles drawn, one list": form(SAME_LISTS=True, **DRAWN),
+    "wide, by warp": form(FOLD=True, BY_WARP=True),
+    "wide, tiles drawn, by warp": form(FOLD=True, BY_WARP=True, **DRAWN),
+    "wide, tiles drawn, by warp, by head": form(BY_WARP=True, BY_HEAD=True, **DRAWN),
+    "wide, tiles drawn, by warp, late": form(LEAVES_LATE=True, FOLD=True, BY_WARP=True, **DRAWN),
+    "narrow, by warp": form(DQ_APART=True, BY_WARP=True),
+    "narrow, tiles drawn, by warp": form(DQ_APART=True, BY_WARP=True, **DRAWN),
+    "narrow, tiles drawn, early, by warp": form(
+        DQ_APART=True, EARLY=True, FOLD=True, STAGES=4, LOG_STAGES=2, BY_WARP=True, **DRAWN
+    ),
     "wide, named 1": form(FOLD=True, NAMED=1),
     "wide, named 2": form(FOLD=True, NAMED=2),
     "wide, named": form(FOLD=True, NAMED=3),

@@ -4,7 +4,6 @@ in the order of registers. Glossary: backward_shared.py and backward_sm90.py."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -14,11 +13,10 @@ from attnloom.backends.gluon.backward_jobs import done_with_job, job_of, wait_fo
 from attnloom.backends.gluon.backward_shared import (
     LINES,
     all_steps,
-    keys_phase,
     keys_slot,
     placed,
 )
-from attnloom.backends.gluon.backward_slots import done_with_ds, wait_for_ds
+from attnloom.backends.gluon.backward_slots import done_with_ds, wait_for_ds, wait_for_keys
 from attnloom.backends.gluon.backward_sweep import leave_dq, sums_so_far
 from attnloom.backends.gluon.rings import get
 
@@ -124,7 +122,7 @@ def _queries_of_tile(mem, dq_to, places, total, num, n, cfg: gl.constexpr):
     the last."""
     slot = keys_slot(num, cfg)
     # without steps nobody waits for this partition, and keys of later tiles may lie there already
-    mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg), pred=total > 0)
+    wait_for_keys(mem, num, slot, total > 0, cfg)
     for _ in range(0, total):
         wait_for_ds(mem, n, True, 0, cfg)
         line = get(mem.lines.index(n & (LINES - 1)))

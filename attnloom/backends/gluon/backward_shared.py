@@ -13,12 +13,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from attnloom.backends.gluon import addresses
 from attnloom.backends.gluon.builtins import async_store, barrier
 from attnloom.backends.gluon.rings import box
 from attnloom.backends.triton.device_math import whole32
 
 KEYS = gl.constexpr(128)  # of a program
 HALF = gl.constexpr(64)  # of a consumer
+# BY_WARP: places of barriers in their block (addresses.py), four each.
+KV_THERE = gl.constexpr(0)
+Q_THERE = gl.constexpr(4)
+DO_THERE = gl.constexpr(8)
+Q_LEFT = gl.constexpr(12)
+DO_LEFT = gl.constexpr(16)
+DS_THERE = gl.constexpr(20)
+DS_LEFT = gl.constexpr(24)
+JOBS_THERE = gl.constexpr(28)
+JOBS_LEFT = gl.constexpr(32)
 LINES = gl.constexpr(8)  # slots of `lines`: more than steps can be in flight
 
 _Memory = gl.shared_memory_descriptor
@@ -32,7 +43,7 @@ class Shared:
     q, dout: [STAGES, TILE_M, D]. Heads in panels have PANELS or VALUE_PANELS entries for each of
     these, side by side. lse, delta: [STAGES, TILE_M]. tags: [STAGES, 1]. lines: [LINES, 1].
     ds: [4, HALF, TILE_M], slot * 2 + consumer. ds_empty is for whoever computes dq to say.
-    NAMED has fewer of these barriers, see backward_slots.py.
+    NAMED has fewer of these barriers, see backward_slots.py. block: address of all, BY_WARP.
     jobs: [2, 4], see backward_jobs.py.
     """
 
@@ -55,11 +66,12 @@ class Shared:
     ds_empty: _Memory
     job_full: _Memory
     job_empty: _Memory
+    block: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
         self, k, v, q, dout, ds, lse, delta, tags, lines, jobs, kv_full, q_full, q_empty, do_full,
-        do_empty, ds_full, ds_empty, job_full, job_empty,
+        do_empty, ds_full, ds_empty, job_full, job_empty, block,
     ):  # fmt: skip
         self.k, self.v, self.q, self.dout, self.ds = k, v, q, dout, ds
         self.lse, self.delta, self.tags, self.lines, self.jobs = lse, delta, tags, lines, jobs
@@ -67,6 +79,7 @@ class Shared:
         self.do_full, self.do_empty = do_full, do_empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
         self.job_full, self.job_empty = job_full, job_empty
+        self.block = block
 
 
 @aggregate
@@ -127,7 +140,6 @@ def allocate(cfg: gl.constexpr):
     TILES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROWS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     KV: gl.constexpr = cfg.KV_STAGES
     P: gl.constexpr = cfg.PANELS
     VP: gl.constexpr = cfg.VALUE_PANELS
@@ -136,13 +148,18 @@ def allocate(cfg: gl.constexpr):
     ALONE: gl.constexpr = not cfg.PERSISTENT
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
     q_empty, do_empty, ds_full, ds_empty = tags, tags, tags, tags
+    BLOCK: gl.constexpr = cfg.BY_WARP
+    block = tags
+    if BLOCK:
+        block = addresses.new_block()
+    block_at = addresses.find(block, block, BLOCK, False)[0]
     if cfg.NAMED < 1:
-        q_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
-        do_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+        q_empty = addresses.barriers(block, Q_LEFT, S, BLOCK)
+        do_empty = addresses.barriers(block, DO_LEFT, S, BLOCK)
     if cfg.NAMED < 2:
-        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
+        ds_full = addresses.barriers(block, DS_THERE, 2, BLOCK)
     if cfg.NAMED < 3:
-        ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
+        ds_empty = addresses.barriers(block, DS_LEFT, 2, BLOCK)
     mem = Shared(
         gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * P, HALF, cfg.D], TILES),
         gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * VP, HALF, cfg.DV], TILES),
@@ -154,29 +171,31 @@ def allocate(cfg: gl.constexpr):
         tags,
         gl.allocate_shared_memory(gl.int32, [LINES, 1], SCALARS),
         tags if ALONE else gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
-        gl.allocate_shared_memory(gl.int64, [KV, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        addresses.barriers(block, KV_THERE, KV, BLOCK),
+        addresses.barriers(block, Q_THERE, S, BLOCK),
         q_empty,
-        gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS),
+        addresses.barriers(block, DO_THERE, S, BLOCK),
         do_empty,
         ds_full,
         ds_empty,
-        tags if ALONE else gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-        tags if ALONE else gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        tags if ALONE else addresses.barriers(block, JOBS_THERE, 2, BLOCK),
+        tags if ALONE else addresses.barriers(block, JOBS_LEFT, 2, BLOCK),
+        block_at,
     )
+    WARPS: gl.constexpr = 4 if cfg.BY_WARP else 1  # of a group that arrive
     for i in gl.static_range(KV):
         mbarrier.init(mem.kv_full.index(i), count=1)
     for i in gl.static_range(S):
         mbarrier.init(mem.q_full.index(i), count=1)
         mbarrier.init(mem.do_full.index(i), count=1)
         if cfg.NAMED < 1:
-            mbarrier.init(mem.q_empty.index(i), count=2)
-            mbarrier.init(mem.do_empty.index(i), count=2)
+            mbarrier.init(mem.q_empty.index(i), count=2 * WARPS)
+            mbarrier.init(mem.do_empty.index(i), count=2 * WARPS)
     for i in gl.static_range(2):
         if cfg.NAMED < 2:
-            mbarrier.init(mem.ds_full.index(i), count=2)
+            mbarrier.init(mem.ds_full.index(i), count=2 * WARPS)
         if cfg.NAMED < 3:
-            mbarrier.init(mem.ds_empty.index(i), count=1 if cfg.DQ_APART else 2)
+            mbarrier.init(mem.ds_empty.index(i), count=(1 if cfg.DQ_APART else 2) * WARPS)
         if not ALONE:
             mbarrier.init(mem.job_full.index(i), count=1)
             mbarrier.init(mem.job_empty.index(i), count=3 if cfg.DQ_APART else 2)

@@ -15,7 +15,7 @@ reductions 5% (H200, D=128 and 64).
     PREFETCH   what single scores look up is loaded a step ahead, into registers
     PERSISTENT one program a processor draws tiles, and copies for the next one are under way while
                dk and dv leave; otherwise a program has one tile
-    NAMED      how slots go back and dscore is handed over (backward_slots.py)
+    NAMED, BY_WARP    how slots go back and dscore is handed over (backward_slots.py)
     OVERLAPS   it starts while prepare_kernel is ending (backward_around.py)
     SWEEPS     heads are drawn, whose dq a program sums by itself (backward_sweep.py)
 
@@ -26,7 +26,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -70,7 +69,6 @@ from attnloom.backends.gluon.backward_shared import (
     all_steps,
     allocate,
     find_tile,
-    keys_phase,
     keys_slot,
     leave,
     parts_of,
@@ -87,9 +85,12 @@ from attnloom.backends.gluon.backward_slots import (
     end_slots,
     start_slots,
     wait_for_ds,
+    wait_for_gradients,
+    wait_for_keys,
     wait_for_last_dq,
+    wait_for_queries,
 )
-from attnloom.backends.gluon.rings import get, phase_of, slot_of
+from attnloom.backends.gluon.rings import get, slot_of
 from attnloom.backends.triton.device_math import whole32
 
 
@@ -114,7 +115,7 @@ def _step(
     SCORES: gl.constexpr = len(slices(cfg.COLUMNS))  # products of scores
     base, first = numbers[1], numbers[3]
     s, dk, dv, line_before, sums, pieces = state
-    slot, phase = slot_of(n, cfg), phase_of(n, cfg)
+    slot = slot_of(n, cfg)
     end, stop = ends
     more = n + 1 < end
     if cfg.PERSISTENT:
@@ -125,10 +126,10 @@ def _step(
         pieces = look_up(context, corner, cfg)
     rows = rows_ahead(context, row, numbers[4], cfg)
     s = hidden(s, context, rows, queries, keys, partial, numbers, cfg)
-    mbarrier.wait(mem.do_full.index(slot), phase)
+    wait_for_gradients(mem, n, cfg)
     dp = start_dp(mem, n, kv + which, L, cfg)
     if cfg.EARLY:
-        mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
+        wait_for_queries(mem, n + 1, more, cfg)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
     p, rest = probabilities(
         s, context, sinks, pieces, corner, mem, n, rows, queries, keys, partial, numbers, cfg
@@ -137,7 +138,7 @@ def _step(
     weight = weighted(p, rest, cfg)
     following = 0
     if cfg.PREFETCH:
-        mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
+        wait_for_queries(mem, n + 1, more, cfg)
         following = _look_up_ahead(mem, n + 1, n + 1 < stop, context, first, cfg)
     dp = warpgroup_mma_wait(SCORES if cfg.EARLY else 0, [dp])
     dp = less_delta(dp, mem, slot, L, cfg)
@@ -166,7 +167,7 @@ def _step(
         dk, ds_left = warpgroup_mma_wait(0, [dk, ds_left])
         done_with_q(mem, slot, cfg)
     elif cfg.DQ_APART:
-        mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
+        wait_for_queries(mem, n + 1, more, cfg)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
         dv, p_left = warpgroup_mma_wait(SCORES + 1, [dv, p_left])
         done_with_do(mem, slot, cfg)
@@ -181,7 +182,7 @@ def _step(
         sums_of_dq = sums_before(dq_to, places, line_before, cfg)
         dv, p_left = warpgroup_mma_wait(1, [dv, p_left])
         done_with_do(mem, slot, cfg)
-        mbarrier.wait(mem.q_full.index(slot_of(n + 1, cfg)), phase_of(n + 1, cfg), pred=more)
+        wait_for_queries(mem, n + 1, more, cfg)
         wait_for_ds(mem, before, line_before >= 0, which, cfg)
         dq = start_dq(mem, before, kv, sums_of_dq, which, cfg)
         s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
@@ -216,8 +217,8 @@ def _keys_of_tile(
     factor, base, outgoing = scales
     numbers = (factor, base, kv_len, row, q_offset, kv_offset)
     end = n + total
-    mbarrier.wait(mem.kv_full.index(slot), keys_phase(num, cfg))
-    mbarrier.wait(mem.q_full.index(slot_of(n, cfg)), phase_of(n, cfg), pred=total > 0)
+    wait_for_keys(mem, num, slot, True, cfg)
+    wait_for_queries(mem, n, total > 0, cfg)
     s = start_scores(mem, n, base, kv + which, L, cfg)
     if cfg.LEAVES_LATE:
         if num > 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 ROWS = 64  # queries of four warps of a consumer
 FEW_SPILLS = 16  # registers a thread may keep in memory; with more, the next form is tried
-_NAMED = 4  # barriers of a ring (rings.py)
+_RING = 4  # barriers of a ring have places for as many slots (rings.py)
 PANEL = 64
 _WIDTHS = (64, 128, 256)
 _PANELLED = range(2 * PANEL + 1, 3 * PANEL + 1)
@@ -32,6 +32,7 @@ class Form:
     packed: a step hands on its weights as pairs in a register, made once its product p . v is done.
     cut: the product q . k^T takes 64 columns of a tile of 128, and of the others those that D uses.
     named: slots of keys and values are given back by named barriers (rings.py).
+    by_warp: they and queries by a lane of each warp, and all threads wait (addresses.py).
     wide: p . v is one product of three parts of the output (forward_wide.py): of its panels, or of
         32 columns each where D and Dv are 65 to 96.
     key_panels: that keys have room for, fewer than `stages` tiles have; 0: as many.
@@ -60,6 +61,7 @@ class Form:
     packed: bool = False
     cut: bool = False
     named: bool = False
+    by_warp: bool = False
     wide: bool = False
     key_panels: int = 0
     programs: int = 1
@@ -72,7 +74,8 @@ class Form:
         assert self.pieces or not (self.lines or self.prefetch)
         assert not self.wide or ((self.panels == 3 or self.cut) and self.warps == 4)
         assert not self.key_panels or self._is_short_ring()
-        assert not self.named or self.stages <= _NAMED
+        assert not (self.named or self.by_warp) or self.stages <= _RING
+        assert not (self.named and self.by_warp)
 
     def _is_short_ring(self) -> bool:
         """Room for a step and two panels of the next, whose third waits for the step to be over."""
@@ -160,11 +163,12 @@ _WIDE_192 = Form(
 # The same, tried before those, where there is no score_mod and the mask looks up nothing. H200,
 # causal and full, of FA4's speed: D=64 0.901 -> 0.949 and 0.928 -> 0.979, with named barriers 0.824
 # and 0.847; D=128 full 1.021; of cuDNN's D=256 full 1.132.
+# By warp, of the speed before: D=64 1.011 and 1.012, D=128 1.006 and 1.019; no more is spilled.
 _PLAIN: dict[int, tuple[Form, ...]] = {
     64: (
         Form(
             3, 128, 2, 2, True, False, 160, 32, (152, 56), lazy=True, ahead=True, by_lane=True,
-            packed=True,
+            packed=True, by_warp=True,
         ),
     ),
     UP_TO_96: (
@@ -176,7 +180,7 @@ _PLAIN: dict[int, tuple[Form, ...]] = {
         replace(_WIDE_96, wide=False),
     ),
     128: (
-        Form(2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1, by_lane=True, named=True),
+        Form(2, 128, 2, 1, True, False, 240, 24, (232, 40), q_kept=1, by_lane=True, by_warp=True),
     ),
     192: (_WIDE_192, replace(_WIDE_192, wide=False)),
     256: (
@@ -262,8 +266,8 @@ def quick(form: Form) -> Form | None:
     if form.consumers == 1 or form.pieces:
         return None
     return replace(
-        form, consumers=1, warps=8, named=True, wide=False, registers=240, load_registers=24,
-        column_registers=(232, 40),
+        form, consumers=1, warps=8, named=False, by_warp=True, wide=False, registers=240,
+        load_registers=24, column_registers=(232, 40),
     )  # fmt: skip
 
 

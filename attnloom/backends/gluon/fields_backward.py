@@ -68,6 +68,7 @@ class BackwardSm90Config(Sm90Config):
     LEAVES_LATE: bool
     SWEEPS: bool
     NAMED: int
+    BY_WARP: bool
     OVERLAPS: bool
     DQ_COLUMNS: int
     DQ_RAGGED: bool
@@ -234,6 +235,7 @@ def main_config(
         LEAVES_LATE=form.leaves_late,
         SWEEPS=form.sweeps,
         NAMED=form.named,
+        BY_WARP=form.by_warp,
         OVERLAPS=overlaps,
         DQ_COLUMNS=query.size(3),
         DQ_STORE=_store_of_pairs(query.dtype),

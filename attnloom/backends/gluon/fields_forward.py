@@ -40,7 +40,8 @@ class ForwardSm90Config(Sm90Config):
     PANELS: as many tiles of D or DV columns cover a head dimension.
     PARTS: accumulators of the output, of PART columns each. WIDE: see forward_wide.py.
     KEY_PANELS: of keys in shared memory, see rings.py.
-    REST: columns past the first PANEL that q . k^T takes; 0: all. NAMED: see rings.py.
+    REST: columns past the first PANEL that q . k^T takes; 0: all. NAMED, BY_WARP: see
+        rings.py.
     """
 
     CONSUMERS: int
@@ -56,6 +57,7 @@ class ForwardSm90Config(Sm90Config):
     BY_LANE: bool
     OVERLAP: bool
     NAMED: bool
+    BY_WARP: bool
     PACKED: bool
     WIDE: bool
     PARTS: int
@@ -137,6 +139,7 @@ def config_of(
         LAZY=form.lazy,
         OVERLAP=form.overlap,
         NAMED=form.named,
+        BY_WARP=form.by_warp,
         PACKED=form.packed,
         WIDE=form.wide,
         PARTS=form.parts,

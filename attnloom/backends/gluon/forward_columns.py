@@ -48,9 +48,9 @@ def write_columns(mem, heads, kv_offset, mask_args, cfg: gl.constexpr):
             mbarrier.arrive(mem.column_full.index(slot))
             # Both rings wait for this warp: consumers ask for columns in partial blocks alone, so
             # that they could be two phases of a barrier ahead of it, which is no phase at all.
-            leave(mem.k_empty, slot, KEYS_LEFT, cfg)
+            leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
             if not cfg.NAMED:
-                mbarrier.arrive(mem.v_empty.index(slot))
+                leave(mem, mem.v_empty, slot, VALUES_LEFT, cfg)
             n += 1
         num_tiles += 1
         tile, unit, steps = take_job(mem, num_tiles)

@@ -14,8 +14,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from attnloom.backends.gluon import configs_forward, merged_lists
-from attnloom.backends.gluon.forward_wide import address_of, clear_beginnings
+from attnloom.backends.gluon import addresses, configs_forward, merged_lists
+from attnloom.backends.gluon.rings import (
+    COLUMNS_THERE,
+    JOBS_LEFT,
+    JOBS_THERE,
+    KEYS_LEFT,
+    KEYS_THERE,
+    QUERIES_LEFT,
+    QUERIES_THERE,
+    TAGS_THERE,
+    VALUES_LEFT,
+    VALUES_THERE,
+)
 
 PANEL = gl.constexpr(configs_forward.PANEL)
 FLAG_BITS = gl.constexpr(merged_lists.FLAG_BITS)
@@ -31,7 +42,8 @@ class Shared:
     q: [Q_STAGES * CONSUMERS, ROWS, D]; k: [STAGES, TILE_N, D]; v: [STAGES, TILE_N, DV];
     out: [CONSUMERS, ROWS, DV], where results leave from; each PANELS times, those of a tile side by
     side, but for k if it is short (rings.py). jobs: [2, 4]; tags: [STAGES, 1]; columns: up to two
-    of [STAGES, TILE_N], see forward_columns.py. values_at: WIDE, one address, of v.
+    of [STAGES, TILE_N], see forward_columns.py. values_at, block: addresses of v, if
+    WIDE, and of all barriers, if BY_WARP.
     """
 
     q: _Memory
@@ -40,7 +52,6 @@ class Shared:
     out: _Memory
     jobs: _Memory
     tags: _Memory
-    values_at: _Memory
     column0: _Memory
     column1: _Memory
     tag_full: _Memory
@@ -53,20 +64,23 @@ class Shared:
     v_empty: _Memory
     job_full: _Memory
     job_empty: _Memory
+    values_at: gl.tensor
+    block: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, out, jobs, tags, values_at, column0, column1, tag_full, column_full,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, job_full, job_empty,
+        self, q, k, v, out, jobs, tags, column0, column1, tag_full, column_full, q_full, q_empty,
+        k_full, k_empty, v_full, v_empty, job_full, job_empty, values_at, block,
     ):  # fmt: skip
         self.q, self.k, self.v, self.out = q, k, v, out
-        self.jobs, self.tags, self.values_at = jobs, tags, values_at
+        self.jobs, self.tags = jobs, tags
         self.column0, self.column1 = column0, column1
         self.tag_full, self.column_full = tag_full, column_full
         self.q_full, self.q_empty = q_full, q_empty
         self.k_full, self.k_empty = k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
         self.job_full, self.job_empty = job_full, job_empty
+        self.values_at, self.block = values_at, block
 
 
 @gluon.jit
@@ -77,38 +91,35 @@ def allocate(cfg: gl.constexpr):
     TILES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SCALARS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     READERS: gl.constexpr = C + (1 if cfg.NUM_COLUMNS > 0 else 0)
-    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    ARRIVING: gl.constexpr = cfg.WARPS if cfg.BY_WARP else 1  # of a consumer
+    LEAVERS: gl.constexpr = READERS + C * (ARRIVING - 1)
+    BLOCK: gl.constexpr = cfg.BY_WARP
     P: gl.constexpr = cfg.PANELS
     q = gl.allocate_shared_memory(cfg.OPERAND, [Q * P, cfg.ROWS, cfg.D], TILES)
     out = q
     if not cfg.OUT_IN_Q:
         out = gl.allocate_shared_memory(cfg.OPERAND, [C * P, cfg.ROWS, cfg.DV], TILES)
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
+    v = gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.DV], TILES)
+    block = tags
+    if BLOCK:
+        block = addresses.new_block()
+    block_at, values_at = addresses.find(block, v.index(0), BLOCK, cfg.WIDE)
     # Memory of barriers that nobody used later would be given to other things, while they are
     # barriers still: an interrupted program then reads other values than it wrote there (H200).
     column0, column1, tag_full, column_full = tags, tags, tags, tags
     if cfg.NUM_COLUMNS > 0:
-        tag_full = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
-        column_full = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+        tag_full = addresses.barriers(block, TAGS_THERE, S, BLOCK)
+        column_full = addresses.barriers(block, COLUMNS_THERE, S, BLOCK)
         column0 = gl.allocate_shared_memory(cfg.COLUMN0, [S, cfg.TILE_N], SCALARS)
     if cfg.NUM_COLUMNS > 1:
         column1 = gl.allocate_shared_memory(cfg.COLUMN1, [S, cfg.TILE_N], SCALARS)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q, 1], BARRIERS)
-    k_full = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
-    v_full = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
+    k_full = addresses.barriers(block, KEYS_THERE, S, BLOCK)
+    v_full = addresses.barriers(block, VALUES_THERE, S, BLOCK)
     k_empty, v_empty = k_full, v_full
     if not cfg.NAMED:
-        k_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
-        v_empty = gl.allocate_shared_memory(gl.int64, [S, 1], BARRIERS)
-    v = gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.DV], TILES)
-    values_at = tags
-    if cfg.WIDE:
-        clear_beginnings()
-        ALL: gl.constexpr = gl.BlockedLayout([1], [32], [cfg.WARPS], [0])
-        values_at = gl.allocate_shared_memory(gl.int32, [1], SCALARS)
-        address = address_of(v.index(0), cfg.TILE_N, cfg.DV)
-        values_at.store(gl.full([1], address, gl.int32, ALL))
+        k_empty = addresses.barriers(block, KEYS_LEFT, S, BLOCK)
+        v_empty = addresses.barriers(block, VALUES_LEFT, S, BLOCK)
     mem = Shared(
         q,
         gl.allocate_shared_memory(cfg.OPERAND, [cfg.KEY_PANELS, cfg.TILE_N, cfg.D], TILES),
@@ -116,31 +127,32 @@ def allocate(cfg: gl.constexpr):
         out,
         gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
         tags,
-        values_at,
         column0,
         column1,
         tag_full,
         column_full,
-        q_full,
-        q_empty,
+        addresses.barriers(block, QUERIES_THERE, Q, BLOCK),
+        addresses.barriers(block, QUERIES_LEFT, Q, BLOCK),
         k_full,
         k_empty,
         v_full,
         v_empty,
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        addresses.barriers(block, JOBS_THERE, 2, BLOCK),
+        addresses.barriers(block, JOBS_LEFT, 2, BLOCK),
+        values_at,
+        block_at,
     )
     for i in gl.static_range(Q):
         mbarrier.init(mem.q_full.index(i), count=1)
-        mbarrier.init(mem.q_empty.index(i), count=1)
+        mbarrier.init(mem.q_empty.index(i), count=ARRIVING)
     for i in gl.static_range(2):
         mbarrier.init(mem.job_full.index(i), count=1)
         mbarrier.init(mem.job_empty.index(i), count=READERS)
     for i in gl.static_range(S):
         mbarrier.init(mem.k_full.index(i), count=1)
         if not cfg.NAMED:
-            mbarrier.init(mem.k_empty.index(i), count=READERS)
-            mbarrier.init(mem.v_empty.index(i), count=READERS)
+            mbarrier.init(mem.k_empty.index(i), count=LEAVERS)
+            mbarrier.init(mem.v_empty.index(i), count=LEAVERS)
         if cfg.NUM_COLUMNS > 0:
             mbarrier.init(mem.tag_full.index(i), count=1)
             mbarrier.init(mem.column_full.index(i), count=1)

@@ -31,7 +31,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma_wait,
 )
@@ -68,13 +67,19 @@ from attnloom.backends.gluon.forward_shared import (
 )
 from attnloom.backends.gluon.rings import (
     KEYS_LEFT,
+    KEYS_THERE,
+    QUERIES_THERE,
     VALUES_LEFT,
+    VALUES_THERE,
     box,
     get,
     leave,
     leave_if,
+    leave_queries,
     phase_of,
     slot_of,
+    wait_there,
+    wait_there_if,
 )
 from attnloom.backends.triton.device_math import whole32
 
@@ -100,7 +105,7 @@ def _look_up_ahead(mem, n, live, context, cfg: gl.constexpr):
     """Pieces of step n, once its tag is there; if it is not live, of keys that exist."""
     if cfg.PREFETCH:
         slot = slot_of(n, cfg)
-        mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg), pred=live)
+        wait_there_if(live, mem, mem.k_full, slot, phase_of(n, cfg), KEYS_THERE, cfg)
         return look_up(context, gl.where(live, get(mem.tags.index(slot)), 0), cfg)
     else:
         return 0
@@ -110,7 +115,7 @@ def _look_up_ahead(mem, n, live, context, cfg: gl.constexpr):
 def _wait_ahead(mem, n, live, cfg: gl.constexpr):
     """For the keys of step n, if it is live."""
     if cfg.AHEAD:
-        mbarrier.wait(mem.k_full.index(slot_of(n, cfg)), phase_of(n, cfg), pred=live)
+        wait_there_if(live, mem, mem.k_full, slot_of(n, cfg), phase_of(n, cfg), KEYS_THERE, cfg)
 
 
 @gluon.jit
@@ -143,16 +148,16 @@ def _overlapped_step(
     alpha if LATE)."""
     slot, last = slot_of(n, cfg), slot_of(n - 1, cfg)
     if not cfg.AHEAD:
-        mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg))
+        wait_there(mem, mem.k_full, slot, phase_of(n, cfg), KEYS_THERE, cfg)
     p = operand(p, L, OUT, cfg)
     s = scores(q, mem, n, L, cfg)
     if cfg.LATE:
         acc = caught_up(acc, state[3], OUT, cfg)
-    mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg))
+    wait_there(mem, mem.v_full, last, phase_of(n - 1, cfg), VALUES_THERE, cfg)
     acc = add_output(p, mem, at[5], last, acc, cfg)
     prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
     s = warpgroup_mma_wait(1 if cfg.WIDE else cfg.PANELS, [s])
-    leave(mem.k_empty, slot, KEYS_LEFT, cfg)
+    leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = _weights(
         s, mem, n, more, prepared, context, state, at, consumer, L, cfg
     )
@@ -162,7 +167,7 @@ def _overlapped_step(
     acc, p = finished(acc, p, cfg)
     if cfg.PACKED:  # into the registers of the last ones
         following = carried(weights, OUT, cfg)
-    leave(mem.v_empty, last, VALUES_LEFT, cfg)
+    leave(mem, mem.v_empty, last, VALUES_LEFT, cfg)
     if not cfg.LATE:
         acc = caught_up(acc, alpha, OUT, cfg)
     return acc, following, m_i, l_i, pieces, alpha
@@ -179,12 +184,12 @@ def _overlapped_tile(
     acc, m_i, l_i = empty_state(L, OUT, cfg)
     slot = slot_of(n, cfg)
     # without a step this multiplies what lies there, which nobody uses
-    mbarrier.wait(mem.k_full.index(slot), phase_of(n, cfg), pred=live)
+    wait_there_if(live, mem, mem.k_full, slot, phase_of(n, cfg), KEYS_THERE, cfg)
     s = scores(q, mem, n, L, cfg)
     pieces = _look_up_ahead(mem, n, live, context, cfg)
     prepared = _prepare(mem, slot, live, context, pieces, L, cfg)
     s = warpgroup_mma_wait(0, [s])
-    leave_if(live, mem.k_empty, slot, KEYS_LEFT, cfg)
+    leave_if(live, mem, mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = _weights(
         s, mem, n, steps > 1, prepared, context, (m_i, l_i), at, consumer, L, cfg
     )
@@ -203,10 +208,10 @@ def _overlapped_tile(
     if cfg.LATE:
         acc = caught_up(acc, alpha, OUT, cfg)
     last = slot_of(n - 1, cfg)
-    mbarrier.wait(mem.v_full.index(last), phase_of(n - 1, cfg), pred=live)
+    wait_there_if(live, mem, mem.v_full, last, phase_of(n - 1, cfg), VALUES_THERE, cfg)
     p = operand(p, L, OUT, cfg)
     acc, p = finished(add_output(p, mem, at[5], last, acc, cfg), p, cfg)
-    leave_if(live, mem.v_empty, last, VALUES_LEFT, cfg)
+    leave_if(live, mem, mem.v_empty, last, VALUES_LEFT, cfg)
     if cfg.MAY_BE_EMPTY:
         acc = only_if(live, acc, cfg)
         m_i = gl.where(live, m_i, float("-inf"))
@@ -223,19 +228,19 @@ def _plain_tile(
     pieces = _look_up_ahead(mem, n, steps > 0, context, cfg)
     for i in range(0, steps):
         slot, phase = slot_of(n, cfg), phase_of(n, cfg)
-        mbarrier.wait(mem.k_full.index(slot), phase)
+        wait_there(mem, mem.k_full, slot, phase, KEYS_THERE, cfg)
         s = scores(q, mem, n, L, cfg)
         prepared = _prepare(mem, slot, True, context, pieces, L, cfg)
         s = warpgroup_mma_wait(0, [s])
-        leave(mem.k_empty, slot, KEYS_LEFT, cfg)
+        leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
         weights, m_i, l_i, alpha, pieces = _weights(
             s, mem, n, i + 1 < steps, prepared, context, (m_i, l_i), at, consumer, L, cfg
         )
         p = carried(weights, OUT, cfg)
         acc = caught_up(acc, alpha, OUT, cfg)
-        mbarrier.wait(mem.v_full.index(slot), phase)
+        wait_there(mem, mem.v_full, slot, phase, VALUES_THERE, cfg)
         acc, p = finished(add_output(p, mem, at[5], slot, acc, cfg), p, cfg)
-        leave(mem.v_empty, slot, VALUES_LEFT, cfg)
+        leave(mem, mem.v_empty, slot, VALUES_LEFT, cfg)
         n += 1
     return acc, m_i, l_i, n
 
@@ -290,10 +295,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
     if cfg.BAKED:
         # literals cost no registers: D = 128 causal +1-2% (H200)
         factor, base = cfg.FACTOR, cfg.BASE
-    values_at = 0
-    if cfg.WIDE:
-        values_at = get(mem.values_at)
-    at = (q_offset, kv_offset, kv_len, factor, base, values_at)
+    at = (q_offset, kv_offset, kv_len, factor, base, mem.values_at)
     n = 0
     num_tiles = 0
     tile, unit, steps = take_job(mem, 0)
@@ -303,11 +305,11 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         queries = row + gl.arange(0, cfg.ROWS, gl.SliceLayout(1, L))
         context = contexts(score_args, mask_args, b, h, row, queries, q_offset, cfg)
         slot = query_slot(num_tiles, consumer, cfg)
-        mbarrier.wait(mem.q_full.index(slot), query_phase(num_tiles, cfg))
+        wait_there(mem, mem.q_full, slot, query_phase(num_tiles, cfg), QUERIES_THERE, cfg)
         first = slot * cfg.PANELS
         q = take_queries(mem, first, L, cfg)
         if cfg.Q_KEPT == cfg.PANELS and not cfg.OUT_IN_Q:
-            mbarrier.arrive(mem.q_empty.index(slot))
+            leave_queries(mem, slot, cfg)
         if cfg.OVERLAP:
             acc, m_i, l_i, n = _overlapped_tile(
                 q, mem, n, steps, context, at, consumer, L, OUT, cfg
@@ -319,10 +321,10 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         if cfg.OUT_IN_Q:
             _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
             tma.store_wait(0)
-            mbarrier.arrive(mem.q_empty.index(slot))
+            leave_queries(mem, slot, cfg)
         else:
             if cfg.Q_KEPT < cfg.PANELS:
-                mbarrier.arrive(mem.q_empty.index(slot))
+                leave_queries(mem, slot, cfg)
             first = consumer * cfg.PANELS
             _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
         num_tiles += 1

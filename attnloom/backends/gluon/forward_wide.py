@@ -6,73 +6,17 @@ An accumulator lies in three pieces of a power of two. Of a thread's registers o
 the layout of products, one after the other, are the registers that the instruction names. The same
 holds of the weights: 8 values of a thread are 16 columns, four registers of the other operand.
 
-Gluon gives no address of shared memory. A program finds it when it begins: it clears the first word
-of every 1024 bytes, where alone tiles swizzled over 128 bytes may begin, has a word stored in the
-tile, and looks where it lies. That shared memory is called `global_smem`, and that ptxas takes
-products written so without waiting for each, holds of the versions that gate.py admits, which
-tests/kernels/test_gluon_compile_forward.py shows; so nothing asks it at run time.
+Where the values lie is found when a program begins (addresses.py). That ptxas takes products
+written so without waiting for each holds of the versions that gate.py admits, as
+tests/kernels/test_gluon_compile_forward.py shows, so nothing asks it at run time.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon import builtins as bi
-
-_LOG_UNIT = gl.constexpr(10)  # tiles begin at multiples of 1024 bytes
 _GROUP = gl.constexpr(1024)  # bytes of eight rows of a panel
-_WORD = gl.constexpr(0x5EED1E57)
-_NOWHERE = gl.constexpr(0x7FFFFFFF)
-_PLACES = gl.constexpr(256)  # as many units as 8 bits count; a program has up to 227
 _K = gl.constexpr(16)  # keys of an instruction
 _ROW = gl.constexpr(128)  # bytes of a panel's row
-
-
-@gluon.constexpr_function
-def _at_places(what):
-    """`what` is done with `at`, the address of unit $1, if the program has it. $0 is 0 before."""
-    return (
-        "{ .reg .pred there; .reg .b32 at, size; mov.b32 $0, 0; mov.u32 size, %dynamic_smem_size; "
-        f"shl.b32 at, $1, {int(_LOG_UNIT)}; setp.lt.u32 there, at, size; "
-        f"mov.u32 size, global_smem; add.u32 at, at, size; {what} " + "}"
-    )
-
-
-@gluon.constexpr_function
-def _looking(word, nowhere):
-    return _at_places(
-        f"@there ld.shared.b32 $0, [at]; setp.eq.and.b32 there, $0, {word}, there; "
-        f"selp.b32 $0, at, {nowhere}, there;"
-    )
-
-
-@gluon.jit
-def _places():
-    return gl.arange(0, _PLACES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-
-
-@gluon.jit
-def clear_beginnings():
-    """To be called by all warps before anything lies in shared memory."""
-    TEXT: gl.constexpr = _at_places("@there st.shared.b32 [at], $0;")
-    gl.inline_asm_elementwise(TEXT, "=&r,r", [_places()], dtype=gl.int32, is_pure=False, pack=1)
-    bi.barrier()
-
-
-@gluon.jit
-def address_of(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Of a tile of 16-bit elements that is not in use yet, swizzled over 128 bytes; for all warps,
-    and after `clear_beginnings`."""
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    HELD: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-    words = bi.reinterpret(tile, gl.int32, [ROWS, COLUMNS // 2], PLAIN)
-    words.store(gl.full([ROWS, COLUMNS // 2], _WORD, gl.int32, HELD))
-    bi.barrier()
-    TEXT: gl.constexpr = _looking(_WORD, _NOWHERE)
-    found = gl.inline_asm_elementwise(
-        TEXT, "=&r,r", [_places()], dtype=gl.int32, is_pure=False, pack=1
-    )
-    bi.barrier()
-    return gl.min(found, 0)
 
 
 @gluon.constexpr_function

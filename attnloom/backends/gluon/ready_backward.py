@@ -199,6 +199,7 @@ def _form_of(call: AttentionCall) -> Form:
         learns=call.learns,
         sweeps=few_keys.sweeps(call),
         sees_few=few_keys.sees_few(call),
+        sees_many=few_keys.sees_many(call),
     )
 
 

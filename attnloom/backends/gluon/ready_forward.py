@@ -25,6 +25,7 @@ from attnloom.backends.triton.sizes import heads_together
 
 _NO_LISTS = (0.0,) * 8
 _REGISTERS = 256  # a thread, of a program of two warpgroups that is alone on a processor
+_ROWS_TOGETHER = 2**17  # of heads under a mask, about 1,024 tiles
 _TILES_OF_A_HEAD = 8  # that run at once and so read the same keys, where rows differ in length
 
 
@@ -95,12 +96,15 @@ def _heads_together(call: AttentionCall, device: configs.Device) -> int:
     under a mask more. Its longest tiles start first among them, and the end is the more even; keys
     that do not fit are read at about the same time by the tiles that run at once (H200, S = 8192:
     D = 128, causal, 2, 4, 8, 16 heads 1.892, 1.843, 1.820, 1.816 ms; 16 heads gain 2% with
-    soft cap, windows and at D = 64, 3% with ALiBi, 4 to 5% at D = 192 and 256)."""
+    soft cap, windows and at D = 64, 3% with ALiBi, 4 to 5% at D = 192 and 256). Of long rows fewer
+    (D = 128, S = 16,384: 1, 2, 4, 8, 16 heads 3.691, 3.611, 3.562, 3.552, 3.559 ms, S = 32,768:
+    7.123, 7.026, 7.011, 6.991, 7.017; D = 64: 4.467, 4.331, 4.231, 4.246, 4.313)."""
     together = heads_together(call, device)
     if call.blocks is None or has_short_rows(call):
         return together
     group = call.query.size(1) // call.key.size(1)
-    return max(together, device.num_processors // _TILES_OF_A_HEAD // group * group)
+    most = device.num_processors // _TILES_OF_A_HEAD
+    return max(together, min(most, _ROWS_TOGETHER // call.query.size(2)) // group * group)
 
 
 def start(ready: Ready, call: AttentionCall, tensors: Tensors) -> None:

@@ -11,6 +11,8 @@ values, by the way that copies write them (the async proxy), and a warp waits fo
 before it passes; a named barrier orders what was done before it for whoever meets there. Nobody
 passes one for a slot again before it is full again, which takes all that have to pass.
 
+BY_WARP: all warps have barriers in shared memory, at whose addresses one lane of each arrives.
+
 Keys in panels may have five places for the six of two steps, taken round and round: the last panel
 of a step comes when the step before has given back its keys, the others when the one before that
 has. Barriers stay those of two slots.
@@ -20,11 +22,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attnloom.backends.gluon import addresses
 from attnloom.backends.gluon import builtins as bi
 
 # Of 16 named barriers of a program; Triton takes the first ones, up to one more than partitions.
 KEYS_LEFT = gl.constexpr(8)
 VALUES_LEFT = gl.constexpr(12)
+# BY_WARP: places of barriers in their block, those of slots given back as above.
+KEYS_THERE = gl.constexpr(0)
+VALUES_THERE = gl.constexpr(4)
+QUERIES_THERE = gl.constexpr(16)
+QUERIES_LEFT = gl.constexpr(24)
+TAGS_THERE = gl.constexpr(32)
+COLUMNS_THERE = gl.constexpr(36)
+JOBS_THERE = gl.constexpr(40)
+JOBS_LEFT = gl.constexpr(44)
 
 
 @gluon.jit
@@ -55,25 +67,56 @@ def readers(cfg):
 
 
 @gluon.jit
-def leave(empty, slot, FIRST: gl.constexpr, cfg: gl.constexpr):
+def wait_there(mem, full, slot, phase, FIRST: gl.constexpr, cfg: gl.constexpr):
+    """A consumer waits for what is copied to a slot. full: its ring's barriers, FIRST ..."""
+    if cfg.BY_WARP:
+        addresses.wait(mem.block, slot + FIRST, phase)
+    else:
+        mbarrier.wait(full.index(slot), phase)
+
+
+@gluon.jit
+def wait_there_if(live, mem, full, slot, phase, FIRST: gl.constexpr, cfg: gl.constexpr):
+    """The same, if anything is."""
+    if cfg.BY_WARP:
+        addresses.wait_if(live, mem.block, slot + FIRST, phase)
+    else:
+        mbarrier.wait(full.index(slot), phase, pred=live)
+
+
+@gluon.jit
+def leave(mem, empty, slot, FIRST: gl.constexpr, cfg: gl.constexpr):
     """A consumer is done with a slot of keys or values. empty: its ring's barriers; NAMED: FIRST
     .. FIRST + STAGES - 1."""
-    if cfg.NAMED:
+    if cfg.BY_WARP:
+        addresses.arrive(mem.block, slot + FIRST)
+    elif cfg.NAMED:
         bi.signal(slot + FIRST, readers(cfg))
     else:
         mbarrier.arrive(empty.index(slot))
 
 
 @gluon.jit
-def leave_if(live, empty, slot, FIRST: gl.constexpr, cfg: gl.constexpr):
+def leave_if(live, mem, empty, slot, FIRST: gl.constexpr, cfg: gl.constexpr):
     """The same, if it has a slot."""
-    if cfg.NAMED:
+    if cfg.BY_WARP:
+        addresses.arrive_if(live, mem.block, slot + FIRST)
+    elif cfg.NAMED:
         if cfg.MAY_BE_EMPTY:
             bi.signal_if(live, slot + FIRST, readers(cfg))
         else:
             bi.signal(slot + FIRST, readers(cfg))
     else:
         mbarrier.arrive(empty.index(slot), pred=live)
+
+
+@gluon.jit
+def leave_queries(mem, slot, cfg: gl.constexpr):
+    """A consumer is done with its queries."""
+    if cfg.BY_WARP:
+        addresses.arrive(mem.block, slot + QUERIES_LEFT)
+    else:
+        mbarrier.arrive(mem.q_empty.index(slot))
 
 
 @gluon.jit
