@@ -322,11 +322,15 @@ def readers_forgotten(names: dict[str, Any]) -> dict[str, Any]:
         (
             form(NUM_COLUMNS=0, BY_WARP=True),
             keys_left_early_by_warp,
-            "used|copied|more often|every",
+            "used|copied|more often|every|computed|columns",
         ),
-        (form(1, NUM_COLUMNS=0, **EIGHT), keys_left_early_by_warp, "used|copied|more often|every"),
+        (
+            form(1, NUM_COLUMNS=0, **EIGHT),
+            keys_left_early_by_warp,
+            "used|copied|more often|every|computed|columns",
+        ),
         (form(BY_WARP=True), a_lane_for_all_warps, "every warp waits"),
-        (form(BY_WARP=True), late_values_by_warp, "used|copied over|more often"),
+        (form(BY_WARP=True), late_values_by_warp, "used|copied over|more often|columns|computed"),
         (form(NAMED=True), readers_forgotten, "sees|more often|copied over|every warp"),
         (form(**FIVE_PANELS, NUM_COLUMNS=0), last_panel_early, "used|copied|more often"),
         (form(**FIVE_PANELS, NUM_COLUMNS=0, NAMED=True), last_panel_early, "used|sees|more often"),
