@@ -9,7 +9,6 @@ rather wait always, a benchmark say, sets ATTNLOOM_QUICK_START=0.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,7 @@ from attnloom.backends.gluon.ready_forward import (
     start,
 )
 from attnloom.backends.registry import AttentionCall
-from attnloom.backends.triton.beside import Job, Launch, is_new
+from attnloom.backends.triton.beside import Job, Launch, is_new, may_begin_quickly
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.fields import Tensors
 from attnloom.backends.triton.launcher import addresses_aligned
@@ -70,7 +69,7 @@ def begin(
 
 def _quick(usual: Ready, call: AttentionCall) -> configs_forward.Form | None:
     """The quick form that a call may begin with, on lists of whole tiles."""
-    if call.for_backward or os.environ.get("ATTNLOOM_QUICK_START") == "0":
+    if call.for_backward or not may_begin_quickly():
         return None
     found = configs_forward.quick(usual.form)
     if found is None or (call.blocks is not None and found.is_apart(call.blocks.q_block)):

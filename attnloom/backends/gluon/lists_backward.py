@@ -89,7 +89,8 @@ def swept_lists(blocks: BlockLists) -> SweptLists:
 
 
 def _sweep(blocks: BlockLists) -> SweptLists:
-    if not list_launches.takes(blocks):
+    needed = list_launches.turning(sweeps=True)
+    if not (list_launches.takes(blocks) and list_launches.are_at_hand(needed)):
         return swept_by_sort(blocks)
     entries, _, _, window = list_launches.turn(blocks, slack=_slack(blocks))
     return SweptLists(entries, window, blocks.row_offsets.int())

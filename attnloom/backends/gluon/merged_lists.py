@@ -44,9 +44,10 @@ def _merge(blocks: BlockLists, consumers: int) -> MergedLists:
 
 
 def _takes(blocks: BlockLists, num_tiles: int, consumers: int) -> bool:
-    return list_launches.takes(blocks, num_tiles * consumers) and list_launches.takes_ranks(
-        blocks, num_tiles
-    )
+    if not list_launches.takes(blocks, num_tiles * consumers):
+        return False
+    needed = list_launches.joining(consumers, FLAG_BITS), list_launches.ranking()
+    return list_launches.takes_ranks(blocks, num_tiles) and list_launches.are_at_hand(*needed)
 
 
 def _steps(blocks: BlockLists) -> tuple[float, ...]:

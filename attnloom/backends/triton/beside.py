@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -29,6 +30,7 @@ _jobs: list[Job] = []
 _met: set[tuple[object, ...]] = set()
 _met_lock = threading.Lock()
 _MOST_MET = 4096
+_PAUSE = 0.05  # seconds
 
 Launch = tuple[Launcher, tuple[object, ...]]  # and its arguments
 Then = Callable[[Any], None]
@@ -43,16 +45,21 @@ class Job:
 
     then: is given the last kernel, in that thread. read: set once the first kernel's source was
     read, or will not be. made: the last kernel; done when `read` is set if all were on disk. look:
-    kernels are taken from the cache on disk alone; `missed` says that one is not there.
+    kernels are taken from the cache on disk alone; `missed` says that one is not there. after: so
+    many seconds, or when the process ends.
     """
 
     def __init__(
-        self, launches: Sequence[Launch], then: Then | None = None, look: bool = False
+        self,
+        launches: Sequence[Launch],
+        then: Then | None = None,
+        look: bool = False,
+        after: float = 0.0,
     ) -> None:
         self.read = threading.Event()
         self.made: Future[Any] = Future()
         self.missed = False
-        self._look = look
+        self._look, self._after = look, after
         self._process = os.getpid()
         self._device = _current_device()
         # not a daemon: a process that ends waits for Triton to return
@@ -61,6 +68,9 @@ class Job:
 
     def _run(self, launches: Sequence[Launch], then: Then | None) -> None:
         _thread.read, _thread.look = self.read, self._look
+        start = time.monotonic()
+        while time.monotonic() < start + self._after and threading.main_thread().is_alive():
+            time.sleep(_PAUSE)
         try:
             with on_device(self._device):
                 for launch, args in launches:
@@ -85,6 +95,12 @@ class Job:
         """Until its kernels are compiled; in a forked process, where no thread is, not at all."""
         if self._process == os.getpid():
             self._thread.join()
+
+
+def may_begin_quickly() -> bool:
+    """Whether first calls may run otherwise than later ones while kernels are compiled. Whoever
+    would rather wait for those, a benchmark say, sets ATTNLOOM_QUICK_START=0."""
+    return os.environ.get("ATTNLOOM_QUICK_START") != "0"
 
 
 def compile_for_later(*launches: Launch) -> Job:

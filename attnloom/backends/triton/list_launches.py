@@ -1,6 +1,8 @@
 """Launches of list_kernels.py: what the operators of lists.py, transposed.py and others derive.
 
-Taken are lists on a GPU that are not so long that counting loses to sorting.
+Taken are lists on a GPU that are not so long that counting loses to sorting. Where a kernel is on
+no disk yet, torch's operators derive the same: it is compiled a while later, so that the first call
+of a machine does not wait for it, too, and every later process has it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 
+from attnloom.backends.triton.beside import Job, may_begin_quickly
 from attnloom.backends.triton.choice import keep
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.launcher import Launcher, are_aligned
@@ -49,6 +52,57 @@ class JoinConfig(KernelConfig):
 
 
 _launches: dict[tuple[object, ...], Launcher] = {}
+_LATER = 1.5  # seconds, in which most first calls are over
+
+
+@dataclass(frozen=True)
+class Needed:
+    """A kernel that lists are derived by. types: of its tensors."""
+
+    kernel: Any
+    config: KernelConfig
+    types: tuple[torch.dtype, ...]
+
+
+_asked: dict[tuple[Needed, int], Job] = {}
+
+
+def ranking() -> Needed:
+    """Of lists with fewer than 2**31 entries."""
+    return Needed(rank_kernel, RankConfig(_RANKED_LANES), (torch.int32, torch.int64))
+
+
+def turning(sweeps: bool) -> Needed:
+    entries, offsets = torch.int32, torch.int64
+    types = entries, offsets, entries, entries, entries, offsets
+    return Needed(turn_kernel, TurnConfig(sweeps, _LANES), types)
+
+
+def joining(consumers: int, flag_bits: int) -> Needed:
+    types = torch.int32, torch.int64, torch.int32, torch.int64
+    return Needed(join_kernel, JoinConfig(consumers, flag_bits, _LANES), types)
+
+
+def are_at_hand(*needed: Needed) -> bool:
+    """Whether kernels need not be compiled now; those that are not will be in a while."""
+    return not may_begin_quickly() or all([_is_at_hand(one) for one in needed])  # noqa: C419 - all
+
+
+def _is_at_hand(needed: Needed) -> bool:
+    place = needed, torch.cuda.current_device() if torch.cuda.is_available() else -1
+    job = _asked.get(place)
+    if job is None:
+        # an address that is aligned, and no memory
+        tensors = [torch.empty(1, dtype=dtype, device="meta") for dtype in needed.types]
+        sizes = pack_ints((0,) * (4 if needed.kernel is rank_kernel else 5))
+        launch = Launcher(needed.kernel, needed.config, 1, {"num_warps": 1}), (*tensors, sizes)
+        job = Job([launch], look=True)
+        job.wait()
+        if job.missed:
+            _asked[place] = Job([launch], after=_LATER)
+            return False
+        _asked[place] = job
+    return not job.is_running()
 
 
 def takes(blocks: BlockLists, rows: int | None = None) -> bool:

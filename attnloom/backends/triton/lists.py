@@ -102,7 +102,7 @@ def remembered(derive: Callable[..., Any], blocks: BlockLists, *sizes: int) -> A
 
 def _derive_work(blocks: BlockLists, tile_m: int) -> WorkLists:
     num_tiles = -(-blocks.q_len // tile_m)
-    if list_launches.takes_ranks(blocks, num_tiles):
+    if _ranks_in_kernels(blocks, num_tiles):
         units, num_rows = blocks.num_batches * blocks.num_heads, blocks.grid.num_q_blocks
         narrow = torch.int32 if blocks.entries.numel() < 2**31 else torch.int64
         work = blocks.entries.new_empty((units, num_tiles, 3), dtype=narrow)
@@ -110,6 +110,12 @@ def _derive_work(blocks: BlockLists, tile_m: int) -> WorkLists:
         list_launches.rank(work, blocks.row_offsets, num_rows, per_block)
         return WorkLists(work, pack_ints(_steps(blocks)))
     return work_by_sort(blocks, tile_m)
+
+
+def _ranks_in_kernels(blocks: BlockLists, num_tiles: int) -> bool:
+    if not list_launches.takes_ranks(blocks, num_tiles):
+        return False
+    return list_launches.are_at_hand(list_launches.ranking())
 
 
 def work_by_sort(blocks: BlockLists, tile_m: int) -> WorkLists:

@@ -26,7 +26,8 @@ def transposed_lists(blocks: BlockLists) -> TransposedLists:
 
 
 def _transpose(blocks: BlockLists) -> TransposedLists:
-    if not list_launches.takes(blocks):
+    needed = list_launches.turning(sweeps=False)
+    if not (list_launches.takes(blocks) and list_launches.are_at_hand(needed)):
         return transposed_by_sort(blocks)
     entries, row_offsets, offsets, _ = list_launches.turn(blocks)
     return TransposedLists(_turned(blocks, row_offsets, entries), offsets)
