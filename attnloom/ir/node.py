@@ -124,9 +124,10 @@ class TensorSpec:
     requires_grad: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A traced function in single-assignment form.
+    """A traced function in single-assignment form; equal to those of the same digest, which tells
+    apart what is equal in Python: 0.0 and -0.0.
 
     nodes: topologically ordered, without duplicates and without dead nodes.
     outputs: node indices. A score program has one float output, a mask program one BOOL output.
@@ -171,6 +172,12 @@ class Program:
             )
         )
         return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
 
 def _plain(attr: object) -> object:

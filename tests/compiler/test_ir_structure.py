@@ -113,6 +113,13 @@ def test_digest_tells_structures_apart() -> None:
     assert len({_alibi().digest, frozen.digest, _window().digest, _pair_bias().digest}) == 4
 
 
+def test_programs_that_differ_in_the_sign_of_a_zero_were_equal() -> None:
+    """What is cached by program, a fragment say, was given for the other."""
+    plus, minus = (Program((Node("const", (), F32, zero),), (0,)) for zero in (0.0, -0.0))
+    assert plus != minus
+    assert len({plus, minus, replace(plus)}) == 2
+
+
 def test_builder_shares_equal_nodes_only() -> None:
     b = Builder()
     assert b.node("add", b.input("q"), b.input("kv")) == b.node("add", b.input("q"), b.input("kv"))

@@ -4,7 +4,9 @@ and no other than those that are launched."""
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -166,6 +168,41 @@ def test_kernels_on_disk_have_none_prepared_beside_them(monkeypatch):
     compiler = Compiler()
     monkeypatch.setattr(Compiler, "prepare", lambda *_: pytest.fail("portable kernels"))
     assert step(128, capped_alibi, compiler) == GLUON
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_prepared_for_one_that_may_spill_held_the_callers_memory(fails: bool):
+    """As long as the job was remembered, which without a backward is until the next one."""
+    job = mock.Mock(read=threading.Event(), made=Future())
+    job.read.set()
+    x = torch.empty(1)
+    held = weakref.ref(x)
+    backward_ahead._compile_if_spilled(job, lambda x=x: [(mock.Mock(), (x,))])
+    del x
+    if fails:
+        job.made.set_exception(RuntimeError())
+    else:
+        with mock.patch.object(backward_ahead, "spills_of", lambda _: 0):
+            job.made.set_result(mock.Mock(asm={"cubin": b""}))
+    assert held() is None
+
+
+def test_a_job_that_began_beside_another_was_forgotten(monkeypatch):
+    """Nobody waited for it, so that the launch compiled the same once more."""
+    other = threading.Thread(target=beside.compile_for_later)
+
+    class Jobs(list):  # type: ignore[type-arg]
+        def __setitem__(self, *given: Any) -> None:
+            if other.ident is None:
+                other.start()
+                other.join(0.2)
+            super().__setitem__(*given)
+
+    monkeypatch.setattr(beside, "_jobs", Jobs())
+    monkeypatch.setattr(beside, "Job", lambda _: mock.Mock(is_running=lambda: True))
+    beside.compile_for_later()
+    other.join()
+    assert len(beside._jobs) == 2
 
 
 def test_wide_heads_that_spill_have_theirs_too():

@@ -17,6 +17,7 @@ from attnloom.backends.gluon import backward_ahead, few_keys, launch_backward, r
 from attnloom.backends.gluon.configs_backward import KEYS, STEP, Form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import refined as refined_blocks
+from attnloom.backends.triton.operands import Operands
 from attnloom.ir.node import DType
 from attnloom.masking.refine import refine
 from attnloom.plan.problem import KernelOptions
@@ -148,6 +149,18 @@ def test_long_rows_have_the_form_that_was_timed(mask: Any, length: int, many: bo
     call = call_of(mask, length)
     assert few_keys.sees_many(call) == many
     assert form_of(call).by_warp == many
+
+
+def test_windows_of_other_widths_took_the_form_that_came_first() -> None:
+    """A width is a number, which the digest of a mask does not have."""
+
+    def key_of(width: int) -> Any:
+        call = call_of(lambda b, h, q, kv: (q >= kv) & (q - kv < width), 8192)
+        lse = torch.empty(call.query.shape[:3], device="meta")
+        with device_is("sm_90"):
+            return ready_backward.key_of(Operands.expected(call, call.query, lse))
+
+    assert key_of(8192) == key_of(8191) != key_of(1024)
 
 
 def test_masks_that_look_up_and_none_at_all_are_not_those_of_long_rows() -> None:

@@ -65,11 +65,12 @@ def _compile_if_spilled(main: Job, otherwise: Callable[[], Sequence[Launch]]) ->
     main.read.wait()
     if main.made.done():
         return
-    launches = otherwise()
+    launches = list(otherwise())
 
     def then(made: Future[Any]) -> None:
         if made.exception() is None and spills_of(made.result().asm["cubin"]) > FEW_SPILLS:
             _compile(launches)
+        launches.clear()  # a future keeps what it called, and so the caller's tensors
 
     main.made.add_done_callback(then)
 

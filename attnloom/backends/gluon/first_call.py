@@ -134,9 +134,11 @@ def _launch_of(ready: Ready, call: AttentionCall, tensors: Tensors) -> Launch:
 
 def _without_memory(call: AttentionCall, tensors: Tensors) -> tuple[AttentionCall, Tensors]:
     """The same for a compiler, which asks tensors for their type and whether they are aligned."""
-    score, mask = _hollow_program(call.score), _hollow_program(call.mask)
+    score, mask, blocks = _hollow_program(call.score), _hollow_program(call.mask), call.blocks
+    if blocks is not None:
+        blocks = replace(blocks, entries=_hollow(blocks.entries))
     max_scores = tensors.max_scores
-    return replace(call, score=score, mask=mask), Tensors(
+    return replace(call, score=score, mask=mask, blocks=blocks), Tensors(
         _hollow(tensors.query),
         _hollow(tensors.key),
         _hollow(tensors.value),

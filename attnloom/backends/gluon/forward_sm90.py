@@ -2,7 +2,7 @@
 
 Algorithm: FlashAttention-2 and -3 (Dao 2023, Shah et al. 2024) on the block lists of a BlockMask.
 Parallelisation: one program a processor. A producer warp draws tiles and fills rings of keys and
-values by TMA; each of two or three consumers owns ROWS queries of the tile and all of its keys.
+values by TMA; each of up to three consumers owns ROWS queries of the tile and all of its keys.
 
 A step of a consumer, OVERLAP: the product q . k^T of this step and p . v of the last are issued
 together, and the exponentials of this step run while the latter is computed. Otherwise the three

@@ -300,8 +300,9 @@ def key_of(operands: Operands) -> tuple[Any, ...]:
     blocks = operands.call.blocks
     alike = blocks is None or blocks.num_batches * blocks.num_heads == 1
     form = _form_of(operands.call)
-    few = form.sweeps, form.leaves_late  # by numbers of blocks, which the signature has not
-    return operands.signature, operands.call.scale, has_first_numbers(operands.call), alike, few
+    # by numbers of blocks, which the signature has not
+    counted = form.sweeps, form.leaves_late, form.by_warp
+    return operands.signature, operands.call.scale, has_first_numbers(operands.call), alike, counted
 
 
 def remembered(key: tuple[Any, ...]) -> tuple[bool, Ready | None]:

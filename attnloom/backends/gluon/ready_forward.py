@@ -145,7 +145,7 @@ def lists_of(call: AttentionCall, form: Form) -> tuple[object, ...]:
 
 
 def expected_lists(call: AttentionCall) -> tuple[object, ...]:
-    """Of the types that `_lists` will have, to compile for: fewer than 2**31 aligned entries."""
+    """Of the types that `lists_of` will have, to compile for: fewer than 2**31 aligned entries."""
     if call.blocks is None:
         return _NO_LISTS
     entries = call.blocks.entries

@@ -28,7 +28,7 @@ _log = logging.getLogger("attnloom")
 _thread = threading.local()
 _jobs: list[Job] = []
 _met: set[tuple[object, ...]] = set()
-_met_lock = threading.Lock()
+_lock = threading.Lock()  # of both
 _MOST_MET = 4096
 _PAUSE = 0.05  # seconds
 
@@ -105,16 +105,17 @@ def may_begin_quickly() -> bool:
 
 def compile_for_later(*launches: Launch) -> Job:
     """Compile in a thread, for the current device and for whoever calls `wait_for_all`."""
-    _jobs[:] = [job for job in _jobs if job.is_running()]
     job = Job(launches)
-    _jobs.append(job)
+    with _lock:
+        _jobs[:] = [job for job in _jobs if job.is_running()]
+        _jobs.append(job)
     return job
 
 
 def is_new(*variant: object) -> bool:
     """Whether this is asked for the first time. Making up launches to compile takes milliseconds,
     which a call of another length, say, would pay for kernels that are there."""
-    with _met_lock:
+    with _lock:
         if variant in _met:
             return False
         if len(_met) >= _MOST_MET:
