@@ -70,6 +70,20 @@ def test_a_kernel_on_disk_is_at_hand(compiled: list[str]) -> None:
     assert list_launches.are_at_hand(list_launches.ranking())
 
 
+def test_what_does_not_compile_is_left_to_torch(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Launcher, args: tuple[Any, ...]) -> None:
+        if beside._thread.look:
+            raise beside._NotThereError
+        raise RuntimeError("ptxas is not there")
+
+    monkeypatch.setattr(Launcher, "compile", fails)
+    for _ in range(2):
+        assert not list_launches.are_at_hand(list_launches.ranking())
+        finish()
+
+
 def test_who_waits_for_kernels_has_them_compiled_where_they_run(
     compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

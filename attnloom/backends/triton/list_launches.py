@@ -102,7 +102,7 @@ def _is_at_hand(needed: Needed) -> bool:
             _asked[place] = Job([launch], after=_LATER)
             return False
         _asked[place] = job
-    return not job.is_running()
+    return job.made.done() and job.made.exception() is None
 
 
 def takes(blocks: BlockLists, rows: int | None = None) -> bool:
