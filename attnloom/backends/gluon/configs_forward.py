@@ -262,7 +262,7 @@ def forms_of_short_rows(head_dim: int, value_dim: int) -> tuple[Form, ...]:
 def quick(form: Form) -> Form | None:
     """The same for a first call: tiles of 128 queries, in one consumer of eight warps. Triton
     copies what it made of a consumer for each, so that this compiles in about half the time, gives
-    the same bits, and is slower by a few per cent: a panel of the output at a time adds up the same
+    the same bits, and is 2 to 17% slower (H200): a panel of the output at a time adds up the same
     keys in the same order as all of them at once. None where a tile has one consumer of four warps,
     and for pieces, which are divided among four."""
     if form.consumers == 1 or form.pieces:

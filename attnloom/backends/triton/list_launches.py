@@ -57,11 +57,15 @@ _LATER = 1.5  # seconds, in which most first calls are over
 
 @dataclass(frozen=True)
 class Needed:
-    """A kernel that lists are derived by. types: of its tensors."""
+    """A kernel that lists are derived by. types: of its tensors. num_sizes: that it is told."""
 
     kernel: Any
     config: KernelConfig
     types: tuple[torch.dtype, ...]
+    num_sizes: int
+
+    def launcher(self, grid: int) -> Launcher:
+        return Launcher(self.kernel, self.config, grid, {"num_warps": 1})
 
 
 _asked: dict[tuple[Needed, int], Job] = {}
@@ -69,18 +73,18 @@ _asked: dict[tuple[Needed, int], Job] = {}
 
 def ranking() -> Needed:
     """Of lists with fewer than 2**31 entries."""
-    return Needed(rank_kernel, RankConfig(_RANKED_LANES), (torch.int32, torch.int64))
+    return Needed(rank_kernel, RankConfig(_RANKED_LANES), (torch.int32, torch.int64), 4)
 
 
 def turning(sweeps: bool) -> Needed:
     entries, offsets = torch.int32, torch.int64
     types = entries, offsets, entries, entries, entries, offsets
-    return Needed(turn_kernel, TurnConfig(sweeps, _LANES), types)
+    return Needed(turn_kernel, TurnConfig(sweeps, _LANES), types, 5)
 
 
 def joining(consumers: int, flag_bits: int) -> Needed:
     types = torch.int32, torch.int64, torch.int32, torch.int64
-    return Needed(join_kernel, JoinConfig(consumers, flag_bits, _LANES), types)
+    return Needed(join_kernel, JoinConfig(consumers, flag_bits, _LANES), types, 5)
 
 
 def are_at_hand(*needed: Needed) -> bool:
@@ -94,8 +98,7 @@ def _is_at_hand(needed: Needed) -> bool:
     if job is None:
         # an address that is aligned, and no memory
         tensors = [torch.empty(1, dtype=dtype, device="meta") for dtype in needed.types]
-        sizes = pack_ints((0,) * (4 if needed.kernel is rank_kernel else 5))
-        launch = Launcher(needed.kernel, needed.config, 1, {"num_warps": 1}), (*tensors, sizes)
+        launch = needed.launcher(1), (*tensors, pack_ints((0,) * needed.num_sizes))
         job = Job([launch], look=True)
         job.wait()
         if job.missed:
@@ -130,7 +133,7 @@ def rank(
     units, num_tiles, _ = work.shape
     sizes = num_tiles, num_rows, per_row, step
     grid = units * -(-num_tiles // _RANKED_LANES)
-    _launch(rank_kernel, RankConfig(_RANKED_LANES), grid, (work, bounds), sizes)
+    _launch(ranking(), grid, (work, bounds), sizes)
 
 
 def turn(blocks: BlockLists, slack: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -149,10 +152,8 @@ def turn(blocks: BlockLists, slack: int | None = None) -> tuple[torch.Tensor, ..
     narrow = blocks.entries.new_empty(num_columns + 1)
     window = blocks.entries.new_zeros(1) if sweeps else narrow  # a kernel needs an address
     sizes = grid.num_q_blocks, grid.num_kv_blocks, _halvings(blocks), blocks.q_block, slack or 0
-    _launch(
-        turn_kernel, TurnConfig(sweeps, _LANES), num_columns,
-        (entries, offsets, narrow, window, blocks.entries, blocks.row_offsets), sizes,
-    )  # fmt: skip
+    tensors = entries, offsets, narrow, window, blocks.entries, blocks.row_offsets
+    _launch(turning(sweeps), num_columns, tensors, sizes)
     return entries, offsets, narrow, window
 
 
@@ -165,9 +166,8 @@ def join(
     joined = blocks.entries.new_empty(blocks.entries.numel() * parts)
     bounds = blocks.row_offsets.new_empty(2 * num_programs)
     sizes = num_tiles, grid.num_q_blocks, grid.num_kv_blocks, _halvings(blocks), parts
-    config = JoinConfig(consumers, flag_bits, _LANES)
     tensors = joined, bounds, blocks.entries, blocks.row_offsets
-    _launch(join_kernel, config, num_programs, tensors, sizes)
+    _launch(joining(consumers, flag_bits), num_programs, tensors, sizes)
     return joined, bounds
 
 
@@ -177,15 +177,11 @@ def _halvings(blocks: BlockLists) -> int:
 
 
 def _launch(
-    kernel: Any,
-    config: KernelConfig,
-    grid: int,
-    tensors: Sequence[torch.Tensor],
-    sizes: Sequence[int],
+    needed: Needed, grid: int, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
 ) -> None:
-    key = (kernel, config, grid, tensors[0].device, *[t.dtype for t in tensors])
+    key = (needed, grid, tensors[0].device, *[t.dtype for t in tensors])
     launch = _launches.get(key)
     if launch is None:
-        launch = Launcher(kernel, config, grid, {"num_warps": 1})
+        launch = needed.launcher(grid)
         keep(_launches, key, launch)
     launch(are_aligned(tensors), *tensors, pack_ints(sizes))
