@@ -22,18 +22,21 @@ _IMPORTS = (
     "from attnloom.backends.gluon import builtins as bi\n"
     "from attnloom.backends.gluon import pieces as pc\n"
 )
-_HEAD, _ROW, _COLUMN, _SCORE = range(4)
+_HEAD, _ROW, _COLUMN, SCORE = range(4)
 
 
 class LevelWriter(Writer):
     """Writes head, row, column and body of a program, each with values of its own level."""
 
-    deepest = _SCORE
+    deepest = SCORE
 
     def __init__(self, program: Program, prefix: str, target: Target) -> None:
         super().__init__(program, prefix, target)
-        self.column = [i for i in self.across if self.levels[i] == _COLUMN]
         self.in_pieces: list[int] = []
+
+    def find_across(self) -> None:
+        super().find_across()
+        self.column = [i for i in self.across if self.levels[i] == _COLUMN]
 
     @staticmethod
     def level_of(axes: Axes) -> int:
@@ -76,7 +79,7 @@ class LevelWriter(Writer):
         """Whether a load reads what is whole pieces along kv in memory, with other indices that
         are computed from positions and values of the head."""
         node = self.program.nodes[i]
-        if node.op != "load" or self.levels[i] != _SCORE or self._is_inside_loop(i):
+        if node.op != "load" or self.levels[i] != SCORE or self._is_inside_loop(i):
             return False
         along = self._along_keys(i)
         others = [d for d in range(len(node.args)) if d != along]
@@ -165,13 +168,13 @@ class LevelWriter(Writer):
         """What depends on queries and keys together; q, kv and outer values come unexpanded."""
         (output,) = self.program.outputs
         result = self._name(output)
-        if "score" in inputs and self.levels[output] != _SCORE:
+        if "score" in inputs and self.levels[output] != SCORE:
             # a score_mod that ignores the score: what it gives takes the shape of one
             result = f"tl.where(score > float('inf'), score, {result})"
         return self._define(
             "body",
             f"args, head, row, column, b, h, q, kv{inputs}, QX: tl.constexpr",
-            [*self.expanded(), *self._hoisted(_SCORE), f"return {result}"],
+            [*self.expanded(), *self._hoisted(SCORE), f"return {result}"],
         )
 
     def expanded(self) -> list[str]:
@@ -223,17 +226,6 @@ def emit_score(program: Program, target: Target) -> str:
     return gluon_module(*writer.outer(), *writer.pieces(), writer.body(", pieces, score"))
 
 
-def emit_mask(program: Program, target: Target) -> str:
-    """mask_head, mask_row, mask_column and mask_body."""
-    writer = LevelWriter(program, "mask", target)
-    return gluon_module(*writer.outer(), writer.body(""))
-
-
-def values_by_key(program: Program) -> list[int]:
-    """The nodes whose values `column` of a program's fragment gives, in order."""
-    return LevelWriter(program, "", Target()).column
-
-
 def comes_in_pieces(program: Program, target: Target) -> bool:
     """Whether any captured elements of single scores are loads of their own."""
     return len(LevelWriter(program, "", target).pieces()) > 1
@@ -245,7 +237,7 @@ def looks_up_lane_by_lane(program: Program, target: Target) -> bool:
     writer = LevelWriter(program, "", target)
     writer.pieces()
     return any(
-        node.op in ("load", "reduce") and writer.levels[i] == _SCORE and i not in writer.in_pieces
+        node.op in ("load", "reduce") and writer.levels[i] == SCORE and i not in writer.in_pieces
         for i, node in enumerate(program.nodes)
     )
 

@@ -16,6 +16,7 @@ from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.emit import Target
 from attnloom.backends.triton.fields import target_of, triton_type
 from attnloom.backends.triton.layouts import elements_only, mask_layouts, score_layouts
+from attnloom.ir.node import Axes
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -58,6 +59,7 @@ class Sm90Config(KernelConfig):
     MASK_HEAD: JITFunction | None = None
     MASK_ROW: JITFunction | None = None
     MASK_COLUMN: JITFunction | None = None
+    MASK_EDGES: JITFunction | None = None
     MASK_BODY: JITFunction | None = None
 
     __hash__ = KernelConfig.__hash__
@@ -93,9 +95,11 @@ def shared_fields(
     narrow: bool,
     target: Target,
     prefetch: bool,
+    along: Axes,
 ) -> dict[str, Any]:
     """Those that both phases find alike. score: the parts of the call's score_mod. widths: D, DV.
-    narrow: see mask_target. target: see score_target. prefetch: pieces, if there are any."""
+    narrow: see mask_target. target: see score_target. prefetch: pieces, if there are any.
+    along: the position of columns, see emit_mask.py."""
     inner = None if score is None else score.inner
     bias = None if score is None else score.bias
     fragments: dict[str, Any] = {}
@@ -104,7 +108,8 @@ def shared_fields(
     if bias is not None:
         fragments |= bias_fragment(bias, target).fields()
     if call.mask is not None:
-        fragments |= mask_fragment(call.mask.program, mask_target(call, narrow)).fields("MASK")
+        reading = mask_target(call, narrow)
+        fragments |= mask_fragment(call.mask.program, reading, along).fields("MASK")
     return {
         "STAGES": stages,
         "LOG_STAGES": stages.bit_length() - 1,

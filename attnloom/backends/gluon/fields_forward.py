@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.configs_forward import Form
-from attnloom.backends.gluon.emit import values_by_key
+from attnloom.backends.gluon.emit_mask import values_by_key
 from attnloom.backends.gluon.fields import Sm90Config, mask_target, score_target, shared_fields
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
@@ -122,8 +122,9 @@ def config_of(
     widths = form.columns(query.size(3)), form.columns(value.size(3))
     target = score_target(call, form, form.tile_m)
     shared = shared_fields(
-        call, score, widths, stages=form.stages, narrow=True, target=target, prefetch=form.prefetch
-    )
+        call, score, widths, stages=form.stages, narrow=True, target=target,
+        prefetch=form.prefetch, along=Axes.KV,
+    )  # fmt: skip
     return ForwardSm90Config(
         **shared,
         CONSUMERS=form.consumers,
@@ -173,7 +174,7 @@ def looked_up(mask: BoundProgram | None, target: Target) -> tuple[gl.dtype, ...]
     if mask is None:
         return ()
     program = mask.program
-    found = values_by_key(program)
+    found = values_by_key(program, target)
     loads = any(
         node.op == "load" and axes & (Axes.Q | Axes.KV) == Axes.KV
         for node, axes in zip(program.nodes, program.axes, strict=True)

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.builtins import exp2_fast, times_unless_one
+from attnloom.backends.gluon.emit_mask import LANE
 from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import key_tile
 from attnloom.backends.triton.device_math import LN_2
@@ -110,14 +111,14 @@ def row_bias(context, tag, cfg: gl.constexpr):
 
 
 @gluon.jit
-def masked(s, context, mem, n, keys, live, at, L: gl.constexpr, cfg: gl.constexpr):
+def masked(s, context, mem, n, tag, keys, live, at, L: gl.constexpr, cfg: gl.constexpr):
     """-inf where the mask is false and past the last key. live: whether the consumer's block is.
     n, at: see forward_sm90.consume."""
     q_offset, kv_offset, kv_len, _, _, _ = at
-    if cfg.APART:
-        s = gl.where(live, s, float("-inf"))
-    if cfg.HAS_TAIL:
-        s = gl.where((keys < kv_len)[None, :], s, float("-inf"))
+    LIMITED: gl.constexpr = cfg.HAS_TAIL or cfg.APART
+    first = key_tile(tag, cfg) * cfg.TILE_N
+    limit = _last_column(first, live, kv_len, cfg)
+    place = gl.arange(0, cfg.TILE_N, gl.SliceLayout(0, L))
     if cfg.HAS_MASK:
         b, h, queries, _, mask, _ = context
         args, head, row = mask
@@ -126,8 +127,25 @@ def masked(s, context, mem, n, keys, live, at, L: gl.constexpr, cfg: gl.constexp
             column = read_columns(mem, n, L, cfg)
         else:
             column = cfg.MASK_COLUMN(args, head, b, h, kv)
-        s = gl.where(cfg.MASK_BODY(args, head, row, column, b, h, q, kv, 1), s, float("-inf"))
-    return s
+        edges = cfg.MASK_EDGES(args, head, row, b, h, q, first + kv_offset, limit, LIMITED)
+        keep = cfg.MASK_BODY(
+            args, head, row, column, edges, b, h, q, kv, place, 1, LIMITED
+        )  # fmt: skip
+    else:
+        lane = place & LANE
+        keep = (place - lane <= limit - lane)[None, :]
+    return gl.where(keep, s, float("-inf"))
+
+
+@gluon.jit
+def _last_column(first, live, kv_len, cfg: gl.constexpr):
+    """Of a tile from key `first` on, the last that exists, -1 if the consumer has none."""
+    limit = cfg.TILE_N
+    if cfg.HAS_TAIL:
+        limit = kv_len - 1 - first
+    if cfg.APART:
+        limit = gl.where(live, limit, -1)
+    return limit
 
 
 @gluon.jit

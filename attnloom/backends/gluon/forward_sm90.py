@@ -134,7 +134,7 @@ def _weights(
             live = True
             if cfg.APART:
                 live = (tag >> (2 * consumer + 1)) & 1 != 0
-            s = masked(s, context, mem, n, keys, live, at, L, cfg)
+            s = masked(s, context, mem, n, tag, keys, live, at, L, cfg)
     p, m_i, l_i, alpha = softmax_step(s, bias, state[0], state[1], base, L, cfg)
     return p, m_i, l_i, alpha, following
 

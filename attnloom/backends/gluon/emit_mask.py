@@ -1,0 +1,172 @@
+"""Turn mask programs into the jit functions that Gluon kernels call. The contract: fragments.py.
+
+A thread holds the scores of a few rows and of many columns, and compares each with what the mask
+says of its row. Comparisons of a column's position with values that do not depend on it
+(ir/passes/edges.py) are written beside the columns' numbers in their tile, less what a thread's
+lane adds to them: those are literals, and take neither registers nor additions. So a causal mask of
+128 keys takes 128 instructions a thread instead of 262.
+
+Columns are keys in the forward and queries in the backward, whose scores are transposed. Where
+nothing is proved of the sizes of positions, masks have no edges.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+
+from attnloom.backends.gluon.emit import SCORE, LevelWriter, gluon_module
+from attnloom.backends.triton.emit import NEAR, Target
+from attnloom.backends.triton.layouts import is_narrow
+from attnloom.ir.node import Axes, Program
+from attnloom.ir.passes.edges import CLAMP, Edge, Extremum, Form, Join, Linear, Value, edges
+
+# Columns 8 i + 2 lane + {0, 1} are those of a thread in the layouts of Hopper's products.
+LANE = gl.constexpr(6)
+
+
+class MaskWriter(LevelWriter):
+    """Writes the functions of a mask. along: the position of columns, Axes.Q or Axes.KV; NONE:
+    no edges."""
+
+    def __init__(self, program: Program, target: Target, along: Axes) -> None:
+        super().__init__(program, "mask", target)
+        self.along = along
+        self.forms: dict[int, Form] = {}
+        if along and target.near and not target.wide:
+            slots = range(len(program.tensors))
+            narrow = frozenset(slot for slot in slots if is_narrow(target.layouts, slot))
+            self.forms = self._worth_it(edges(program, along, NEAR, narrow))
+        self.edges: list[Edge] = []
+        self.ends = -1  # the edge that the last columns of a tile may be cut off with
+        self._place()
+
+    def _worth_it(self, forms: dict[int, Form]) -> dict[int, Form]:
+        """Forms, but of what is computed once a column for something other than edges."""
+        kept = dict(forms)
+        users: dict[int, list[int]] = {}
+        for i, node in enumerate(self.program.nodes):
+            for a in node.args:
+                users.setdefault(a, []).append(i)
+        for i in sorted(forms, reverse=True):
+            shared = any(self.levels[u] != SCORE and u not in kept for u in users.get(i, ()))
+            if self.levels[i] != SCORE and shared:
+                del kept[i]
+        return kept
+
+    def _place(self) -> None:
+        """What is written, and at which level."""
+        (output,) = self.program.outputs
+        live = {output}
+        for i in range(output, -1, -1):
+            if i not in live:
+                self.reads[i] = ()
+            elif i in self.forms:
+                self.reads[i] = self.forms[i].nodes()
+            live.update(self.reads[i])
+        self.forms = {i: form for i, form in self.forms.items() if i in live}
+        for i in sorted(live):
+            if i in self.forms or any(self.levels[a] == SCORE for a in self.reads[i]):
+                self.levels[i] = SCORE
+        for i, form in self.forms.items():
+            parts = (form,) if isinstance(form, Edge) else form.parts
+            for part in parts:
+                if isinstance(part, Edge) and part not in self.edges:
+                    self.edges.append(part)
+            if i == output and (isinstance(form, Edge) or form.how == "and"):
+                ends = [self.edges.index(p) for p in parts if isinstance(p, Edge) and p.side == "le"]
+                self.ends = ends[0] if ends else -1
+        self.written = frozenset(live)
+        self.find_across()
+
+    def functions(self) -> tuple[str, ...]:
+        return *self.outer(), self._edges(), self.body("")
+
+    def _edges(self) -> str:
+        """mask_edges: those of a tile's rows, less its first column. limit: the last column that
+        exists."""
+        position, side = ("q", "row") if self.along & Axes.KV else ("kv", "column")
+        lines = self._unpack("head") + self._unpack(side)
+        names = [f"e{k}" for k in range(len(self.edges))]
+        for k, edge in enumerate(self.edges):
+            lines.append(f"e{k} = {self._value(edge.value)} - first")
+        if self.ends >= 0:
+            cut = f"e{self.ends} = tl.minimum(e{self.ends}, limit)"
+            lines += ["if LIMITED:", f"    {cut}"]
+        else:
+            names.append("limit")
+        lines.append(f"return ({', '.join(names)}, )")
+        params = f"args, head, {side}, b, h, {position}, first, limit, LIMITED: tl.constexpr"
+        return self._define("edges", params, lines)
+
+    def _value(self, value: Value) -> str:
+        if isinstance(value, Extremum):
+            text = self._value(value.values[0])
+            for other in value.values[1:]:
+                text = f"tl.{value.how}imum({text}, {self._value(other)})"
+            return text
+        text = ""
+        for factor, node in value.terms:
+            times = "" if abs(factor) == 1 else f"{abs(factor)} * "
+            sign = "-" if factor < 0 else "+" if text else ""
+            text += f" {sign} {times}{self._whole(node, value)}"
+        if value.constant or not text:
+            text += f" + {value.constant}" if value.constant >= 0 else f" - {-value.constant}"
+        return f"({text.removeprefix(' + ').strip()})"
+
+    def _whole(self, i: int, value: Linear) -> str:
+        """A node in 32 bits."""
+        name = self._name(i)
+        if i == value.clamped:
+            name = f"tl.minimum(tl.maximum({name}, {-CLAMP}), {CLAMP})"
+        return name if self.program.nodes[i].op == "input" else f"tl.cast({name}, tl.int32)"
+
+    def _statement(self, i, node, lines, indent) -> None:
+        form = self.forms.get(i)
+        if i not in self.written:
+            return
+        if form is None:
+            super()._statement(i, node, lines, indent)
+        elif isinstance(form, Edge):
+            lines.append(f"{indent}v{i} = {self._compared(form)}")
+        else:
+            sign = " & " if form.how == "and" else " | "
+            parts = (self._compared(p) if isinstance(p, Edge) else self._name(p) for p in form.parts)
+            lines.append(f"{indent}v{i} = {sign.join(parts)}")
+
+    def _compared(self, edge: Edge) -> str:
+        sign = {"le": "<=", "ge": ">=", "eq": "==", "ne": "!="}[edge.side]
+        return f"(place {sign} e{self.edges.index(edge)})"
+
+    def body(self, inputs: str) -> str:
+        """As of a score_mod, with edges as `mask_edges` gives them and columns' numbers."""
+        result = self._name(self.program.outputs[0])
+        side, other = ("1 - QX", "QX") if self.along & Axes.KV else ("QX", "1 - QX")
+        lines = self.expanded()
+        lines += [
+            f"place = tl.expand_dims(place, {side})",
+            f"lane = place & {LANE.value}",
+            f"place = place & {~LANE.value}",
+        ]
+        for k, edge in enumerate(self.edges):
+            value = f"edges[{k}]"
+            if any(self.levels[node] for node in edge.nodes()):
+                value = f"tl.expand_dims({value}, {other})"
+            lines.append(f"e{k} = {value} - lane")
+        lines += [*self._hoisted(SCORE), f"keep = {result}"]
+        if self.ends < 0:
+            limit = f"edges[{len(self.edges)}] - lane"
+            lines += ["if LIMITED:", f"    keep = keep & (place <= {limit})"]
+        params = f"args, head, row, column, edges, b, h, q, kv, place{inputs}, QX: tl.constexpr"
+        return self._define(
+            "body", f"{params}, LIMITED: tl.constexpr", [*lines, "return keep"]
+        )
+
+
+def emit_mask(program: Program, target: Target, along: Axes = Axes.NONE) -> str:
+    """mask_head, mask_row, mask_column, mask_edges and mask_body."""
+    return gluon_module(*MaskWriter(program, target, along).functions())
+
+
+def values_by_key(program: Program, target: Target) -> list[int]:
+    """The nodes whose values `column` of a mask's fragment gives in the forward, in order."""
+    return MaskWriter(program, target, Axes.KV).column
