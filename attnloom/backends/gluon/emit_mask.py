@@ -12,13 +12,15 @@ nothing is proved of the sizes of positions, masks have no edges.
 
 from __future__ import annotations
 
+import functools
+
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.emit import SCORE, LevelWriter, gluon_module
+from attnloom.backends.gluon.emit import SCORE, LevelWriter
 from attnloom.backends.triton.emit import NEAR, Target
 from attnloom.backends.triton.layouts import is_narrow
 from attnloom.ir.node import Axes, Program
-from attnloom.ir.passes.edges import CLAMP, Edge, Extremum, Form, Join, Linear, Value, edges
+from attnloom.ir.passes.edges import CLAMP, Edge, Extremum, Form, Linear, Value, edges
 
 # Columns 8 i + 2 lane + {0, 1} are those of a thread in the layouts of Hopper's products.
 LANE = gl.constexpr(6)
@@ -73,12 +75,21 @@ class MaskWriter(LevelWriter):
                 if isinstance(part, Edge) and part not in self.edges:
                     self.edges.append(part)
             if i == output and (isinstance(form, Edge) or form.how == "and"):
-                ends = [self.edges.index(p) for p in parts if isinstance(p, Edge) and p.side == "le"]
+                ends = [
+                    self.edges.index(p) for p in parts if isinstance(p, Edge) and p.side == "le"
+                ]
                 self.ends = ends[0] if ends else -1
         self.written = frozenset(live)
         self.find_across()
 
+    @property
+    def joins(self) -> bool:
+        """Whether the mask is more than one comparison, the end of columns included."""
+        form = self.forms.get(self.program.outputs[0])
+        return not isinstance(form, Edge) or form.side != "le"
+
     def functions(self) -> tuple[str, ...]:
+        """mask_head, mask_row, mask_column, mask_edges and mask_body."""
         return *self.outer(), self._edges(), self.body("")
 
     def _edges(self) -> str:
@@ -130,7 +141,9 @@ class MaskWriter(LevelWriter):
             lines.append(f"{indent}v{i} = {self._compared(form)}")
         else:
             sign = " & " if form.how == "and" else " | "
-            parts = (self._compared(p) if isinstance(p, Edge) else self._name(p) for p in form.parts)
+            parts = (
+                self._compared(p) if isinstance(p, Edge) else self._name(p) for p in form.parts
+            )
             lines.append(f"{indent}v{i} = {sign.join(parts)}")
 
     def _compared(self, edge: Edge) -> str:
@@ -157,16 +170,10 @@ class MaskWriter(LevelWriter):
             limit = f"edges[{len(self.edges)}] - lane"
             lines += ["if LIMITED:", f"    keep = keep & (place <= {limit})"]
         params = f"args, head, row, column, edges, b, h, q, kv, place{inputs}, QX: tl.constexpr"
-        return self._define(
-            "body", f"{params}, LIMITED: tl.constexpr", [*lines, "return keep"]
-        )
+        return self._define("body", f"{params}, LIMITED: tl.constexpr", [*lines, "return keep"])
 
 
-def emit_mask(program: Program, target: Target, along: Axes = Axes.NONE) -> str:
-    """mask_head, mask_row, mask_column, mask_edges and mask_body."""
-    return gluon_module(*MaskWriter(program, target, along).functions())
-
-
-def values_by_key(program: Program, target: Target) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def values_by_key(program: Program, target: Target) -> tuple[int, ...]:
     """The nodes whose values `column` of a mask's fragment gives in the forward, in order."""
-    return MaskWriter(program, target, Axes.KV).column
+    return tuple(MaskWriter(program, target, Axes.KV).column)

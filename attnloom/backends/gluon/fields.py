@@ -28,6 +28,7 @@ class Sm90Config(KernelConfig):
     D, DV: head dimensions as tiles cover them. SUB: steps in a block of the mask.
     HAS_SCORE, HAS_BIAS: the score_mod has an inner part, and a linear bias (score_form.py).
     HAS_TAIL: the last keys of a tile are past KV_LEN. MAY_MASK: some tiles are masked.
+    MASK_JOINS: the mask may be several conditions.
     UNSCALED: x is the raw product.
     PREFETCH: what single scores look up, in pieces, is loaded a step ahead.
     """
@@ -61,6 +62,7 @@ class Sm90Config(KernelConfig):
     MASK_COLUMN: JITFunction | None = None
     MASK_EDGES: JITFunction | None = None
     MASK_BODY: JITFunction | None = None
+    MASK_JOINS: bool = False
 
     __hash__ = KernelConfig.__hash__
 

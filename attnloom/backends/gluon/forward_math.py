@@ -12,7 +12,7 @@ SliceLayout(1, L) and one of keys SliceLayout(0, L). Glossary: forward_shared.py
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.builtins import exp2_fast, times_unless_one
+from attnloom.backends.gluon.builtins import chosen, exp2_fast, times_unless_one
 from attnloom.backends.gluon.emit_mask import LANE
 from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import key_tile
@@ -128,13 +128,14 @@ def masked(s, context, mem, n, tag, keys, live, at, L: gl.constexpr, cfg: gl.con
         else:
             column = cfg.MASK_COLUMN(args, head, b, h, kv)
         edges = cfg.MASK_EDGES(args, head, row, b, h, q, first + kv_offset, limit, LIMITED)
-        keep = cfg.MASK_BODY(
-            args, head, row, column, edges, b, h, q, kv, place, 1, LIMITED
-        )  # fmt: skip
+        keep = cfg.MASK_BODY(args, head, row, column, edges, b, h, q, kv, place, 1, LIMITED)
+        if cfg.MASK_JOINS:
+            return chosen(keep, s, float("-inf"))
+        else:
+            return gl.where(keep, s, float("-inf"))
     else:
         lane = place & LANE
-        keep = (place - lane <= limit - lane)[None, :]
-    return gl.where(keep, s, float("-inf"))
+        return gl.where((place - lane <= limit - lane)[None, :], s, float("-inf"))
 
 
 @gluon.jit

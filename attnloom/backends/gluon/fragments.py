@@ -35,13 +35,14 @@ without values has one element that is never used.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon import emit
-from attnloom.backends.gluon.emit_mask import emit_mask
+from attnloom.backends.gluon.emit import gluon_module
+from attnloom.backends.gluon.emit_mask import MaskWriter
 from attnloom.backends.triton.emit import Target
 from attnloom.backends.triton.fragments import load_module
 from attnloom.ir.node import Axes, Program
@@ -52,7 +53,8 @@ SCORE_PARTS = ("head", "row", "column", "pieces", "body")
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The jit functions of one mod; pieces: of a score_mod alone, edges: of a mask_mod."""
+    """The jit functions of one mod; pieces: of a score_mod alone, edges: of a mask_mod.
+    joins: what `body` gives may be several conditions."""
 
     head: JITFunction
     row: JITFunction
@@ -60,10 +62,11 @@ class Fragment:
     body: JITFunction
     pieces: JITFunction | None = None
     edges: JITFunction | None = None
+    joins: bool = False
 
     def fields(self, prefix: str) -> dict[str, Any]:
         """Fields SCORE_HEAD, SCORE_ROW ... (or MASK_*) of a kernel's configuration."""
-        parts = MASK_PARTS if self.pieces is None else SCORE_PARTS
+        parts = (*MASK_PARTS, "joins") if self.pieces is None else SCORE_PARTS
         return {f"{prefix}_{part.upper()}": getattr(self, part) for part in parts}
 
 
@@ -98,7 +101,9 @@ def bias_fragment(program: Program, target: Target) -> Bias:
 @functools.lru_cache(maxsize=1024)
 def mask_fragment(program: Program, target: Target, along: Axes) -> Fragment:
     """along: see emit_mask.py."""
-    return _fragment("mask", MASK_PARTS, emit_mask(program, target, along))
+    writer = MaskWriter(program, target, along)
+    found = _fragment("mask", MASK_PARTS, gluon_module(*writer.functions()))
+    return replace(found, joins=writer.joins)
 
 
 def _fragment(prefix: str, parts: tuple[str, ...], text: str) -> Fragment:
