@@ -36,6 +36,7 @@ class ForwardSm90Config(Sm90Config):
     APART: consumers of a tile may have different live blocks.
     NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
+    FLOOR: maxima begin at the least finite number.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
     PANELS: as many tiles of D or DV columns cover a head dimension.
     PARTS: accumulators of the output, of PART columns each. WIDE: see forward_wide.py.
@@ -72,6 +73,7 @@ class ForwardSm90Config(Sm90Config):
     COLUMN0: gl.dtype
     COLUMN1: gl.dtype
     WANT_MAX: bool
+    FLOOR: bool
     BAKED: bool
     FACTOR: float
     BASE: float
@@ -160,6 +162,7 @@ def config_of(
         COLUMN0=columns[0] if columns else gl.int32,
         COLUMN1=columns[1] if len(columns) > 1 else gl.int32,
         WANT_MAX=want_max_scores,
+        FLOOR=(may_mask or shared["HAS_SCORE"]) and scales.baked and 0 < scales.base <= 1,
         UNSCALED=scales.unscaled,
         BAKED=scales.baked,
         FACTOR=scales.factor if scales.baked else 0.0,

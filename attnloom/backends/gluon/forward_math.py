@@ -18,6 +18,10 @@ from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import key_tile
 from attnloom.backends.triton.device_math import LN_2
 
+# Below no finite number. A maximum that begins here (FLOOR) needs no question in each step whether
+# its row has seen a key: exponentials of -inf are 0 beside it, as long as `base` is at most 1.
+LEAST = gl.constexpr(-3.4028234663852886e38)
+
 
 @gluon.jit
 def _halves(x):
@@ -157,7 +161,7 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
         highest = highest + bias
     m_new = gl.maximum(m_i, highest)
     top = m_new
-    if cfg.MAY_MASK or cfg.HAS_SCORE:
+    if (cfg.MAY_MASK or cfg.HAS_SCORE) and not cfg.FLOOR:
         # a row without a key so far would give exp2(-inf + inf)
         top = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = exp2_fast((m_i - top) * base)
@@ -228,7 +232,7 @@ def only_if(live, acc, cfg: gl.constexpr):
 def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     """(acc, m_i, l_i) before the first step."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, L)
-    m_i = gl.full([cfg.ROWS], float("-inf"), gl.float32, VECTOR)
+    m_i = gl.full([cfg.ROWS], LEAST if cfg.FLOOR else float("-inf"), gl.float32, VECTOR)
     l_i = gl.full([cfg.ROWS], 0.0, gl.float32, VECTOR)
     if cfg.BY_LANE:
         l_i = _lane_sums(gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L))
@@ -239,9 +243,12 @@ def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def log_sums(m_i, l_i, base):
+def log_sums(m_i, l_i, base, cfg: gl.constexpr):
     """(lse, maxima), natural units; -inf for rows without keys."""
     natural = m_i * (base * LN_2)
+    if cfg.FLOOR:
+        # sums are more than 0 where a score is LEAST, and NaN where one is
+        natural = gl.where((m_i == LEAST) & ~(l_i > 0), float("-inf"), natural)
     return gl.where(l_i == 0, float("-inf"), natural + gl.log(l_i)), natural
 
 

@@ -278,7 +278,7 @@ def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexp
     for i in gl.static_range(cfg.PANELS):
         panel = box(_space(mem, at + i, cfg), cfg.ROWS, cfg.DV, cfg)
         bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
-    log_sum, natural = log_sums(m_i, l_i, base)
+    log_sum, natural = log_sums(m_i, l_i, base, cfg)
     at = unit.to(gl.int64) * q_len + queries
     gl.store(lse + at, log_sum, mask=queries < q_len)
     if cfg.WANT_MAX:
