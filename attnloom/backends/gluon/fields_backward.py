@@ -197,7 +197,7 @@ def main_config(
     target = score_target(call, form, STEP, form.streamed)
     shared = shared_fields(
         call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target,
-        prefetch=form.prefetch, along=Axes.NONE,
+        prefetch=form.prefetch, along=Axes.Q,
     )  # fmt: skip
     has_score = shared["HAS_SCORE"]
     by_head = units > 1 and (mods.sinks is not None or tells_heads_apart(call))
