@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from attnloom.backends.gluon.emit import SCORE, LevelWriter
 from attnloom.backends.triton.emit import NEAR, Target
 from attnloom.backends.triton.layouts import is_narrow
-from attnloom.ir.node import Axes, Program
+from attnloom.ir.node import Axes, DType, Program
 from attnloom.ir.passes.edges import CLAMP, Edge, Extremum, Form, Linear, Value, edges
 
 # Columns 8 i + 2 lane + {0, 1} are those of a thread in the layouts of Hopper's products.
@@ -35,8 +35,7 @@ class MaskWriter(LevelWriter):
         self.along = along
         self.forms: dict[int, Form] = {}
         if along and target.near and not target.wide:
-            slots = range(len(program.tensors))
-            narrow = frozenset(slot for slot in slots if is_narrow(target.layouts, slot))
+            narrow = frozenset(s for s in range(len(program.tensors)) if self._is_narrow(s))
             self.forms = self._worth_it(edges(program, along, NEAR, narrow))
         self.edges: list[Edge] = []
         self.ends = -1  # the edge that the last columns of a tile may be cut off with
@@ -84,9 +83,21 @@ class MaskWriter(LevelWriter):
 
     @property
     def joins(self) -> bool:
-        """Whether the mask is more than one comparison, the end of columns included."""
+        """Whether the mask is several conditions, the end of columns included, that are best
+        joined first (builtins.chosen). Not those of 64 bits, which are two comparisons each, and
+        not what the backward looks up by position: most is spent on lookups, and more spilled."""
         form = self.forms.get(self.program.outputs[0])
-        return not isinstance(form, Edge) or form.side != "le"
+        nodes = self.program.nodes
+        for i in self.written:
+            if nodes[i].op != "load" or not self.levels[i]:
+                continue
+            wide = nodes[i].dtype is DType.I64 and not self._is_narrow(nodes[i].attr)
+            if wide or not self.along & Axes.KV:
+                return False
+        return bool(self.along) and (not isinstance(form, Edge) or form.side != "le")
+
+    def _is_narrow(self, slot: object) -> bool:
+        return is_narrow(self.target.layouts, int(str(slot))) and not self.target.wide
 
     def functions(self) -> tuple[str, ...]:
         """mask_head, mask_row, mask_column, mask_edges and mask_body."""
