@@ -16,7 +16,7 @@ import functools
 
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.emit import SCORE, LevelWriter
+from attnloom.backends.gluon.emit import SCORE, LevelWriter, gluon_module
 from attnloom.backends.triton.emit import NEAR, Target
 from attnloom.backends.triton.layouts import is_narrow
 from attnloom.ir.node import Axes, DType, Program
@@ -182,6 +182,10 @@ class MaskWriter(LevelWriter):
             lines += ["if LIMITED:", f"    keep = keep & (place <= {limit})"]
         params = f"args, head, row, column, edges, b, h, q, kv, place{inputs}, QX: tl.constexpr"
         return self._define("body", f"{params}, LIMITED: tl.constexpr", [*lines, "return keep"])
+
+
+def emit_mask(program: Program, target: Target, along: Axes = Axes.NONE) -> str:
+    return gluon_module(*MaskWriter(program, target, along).functions())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -127,6 +127,7 @@ def config_of(
         call, score, widths, stages=form.stages, narrow=True, target=target,
         prefetch=form.prefetch, along=Axes.KV,
     )  # fmt: skip
+    may_be_empty = may_mask or shared["HAS_SCORE"]  # a row, for some steps
     return ForwardSm90Config(
         **shared,
         CONSUMERS=form.consumers,
@@ -162,12 +163,17 @@ def config_of(
         COLUMN0=columns[0] if columns else gl.int32,
         COLUMN1=columns[1] if len(columns) > 1 else gl.int32,
         WANT_MAX=want_max_scores,
-        FLOOR=(may_mask or shared["HAS_SCORE"]) and scales.baked and 0 < scales.base <= 1,
+        FLOOR=may_be_empty and _may_begin_finite(scales) and not shared["HAS_BIAS"],
         UNSCALED=scales.unscaled,
         BAKED=scales.baked,
         FACTOR=scales.factor if scales.baked else 0.0,
         BASE=scales.base if scales.baked else 0.0,
     )
+
+
+def _may_begin_finite(scales: Scales) -> bool:
+    """Whether maxima may begin at LEAST, see forward_math.py; a bias could be as large."""
+    return scales.baked and 0 < scales.base <= 1
 
 
 def looked_up(mask: BoundProgram | None, target: Target) -> tuple[gl.dtype, ...]:
