@@ -1,5 +1,5 @@
-"""What counts as an edge of a mask (ir/passes/edges.py). That edges mean what their comparisons mean
-is in tests/kernels/interpreted/test_mask_edges.py, as kernels compute them."""
+"""What counts as an edge of a mask (ir/passes/edges.py). That edges mean what comparisons do is in
+tests/kernels/interpreted/test_mask_edges.py, as kernels compute them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_at_most_one_value_is_clamped() -> None:
 
 
 def test_edges_within_other_conditions_are_found() -> None:
-    mask = lambda b, h, q, kv: torch.where(q < 9, kv < 3, q >= kv) ^ (DOCUMENTS[kv] == 1)  # noqa: E731
+    mask = lambda b, h, q, kv: torch.where(q < 9, kv < 3, q >= kv) ^ (DOCUMENTS[kv] == 1)
     program = simplify(trace_mask(mask, torch.device("cpu")).program)
     found = edges(program, Axes.KV, REACH, frozenset())
     assert sum(isinstance(form, Edge) for form in found.values()) >= 2

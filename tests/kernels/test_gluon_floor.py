@@ -1,5 +1,5 @@
-"""Rows whose maxima begin at the least finite number (FLOOR) beside those that ask whether they have
-seen a key: the functions of the forward, run as Python on numbers."""
+"""Rows whose maxima begin at the least finite number (FLOOR), beside those that ask whether they
+have seen a key: the functions of the forward, run as Python on numbers."""
 
 from __future__ import annotations
 

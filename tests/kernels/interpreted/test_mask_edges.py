@@ -74,7 +74,8 @@ def check(mask: Any, corners: list[tuple[int, int]], along: Axes) -> None:
     for i, (q0, k0) in enumerate(corners):
         b, h, limit, QX = i % 2, 1 - i % 2, (N, 21, -1)[i % 3], int(along is Axes.KV)
         out = torch.full((ROWS, N), 7, dtype=torch.int32)
-        keep_tile[(1,)](out, args, b, h, q0, k0, limit, *parts, QX, limit < N)
+        launch: Any = keep_tile[(1,)]
+        launch(out, args, b, h, q0, k0, limit, *parts, QX, limit < N)
         rows, columns = torch.arange(ROWS)[:, None], torch.arange(N)[None, :]
         q, kv = (q0 + rows, k0 + columns) if QX else (q0 + columns, k0 + rows)
         (wanted,) = interpret(bound, {"b": torch.tensor(b), "h": torch.tensor(h), "q": q, "kv": kv})
