@@ -3,8 +3,8 @@
 A thread holds the scores of a few rows and of many columns, and compares each with what the mask
 says of its row. Comparisons of a column's position with values that do not depend on it
 (ir/passes/edges.py) are written beside the columns' numbers in their tile, less what a thread's
-lane adds to them: those are literals, and take neither registers nor additions. So a causal mask of
-128 keys takes 128 instructions a thread instead of 262.
+lane adds to them: those are literals, and take neither registers nor additions. A step of a causal
+mask, D=64, is 568 instructions for 689 of before, of a window of D=128 662 for 849 (sm_90).
 
 Columns are keys in the forward and queries in the backward, whose scores are transposed. Where
 nothing is proved of the sizes of positions, masks have no edges.
