@@ -22,7 +22,7 @@ _IMPORTS = (
     "from attnloom.backends.gluon import builtins as bi\n"
     "from attnloom.backends.gluon import pieces as pc\n"
 )
-_HEAD, _ROW, _COLUMN, SCORE = range(4)
+_HEAD, ROW, _COLUMN, SCORE = range(4)
 
 
 class LevelWriter(Writer):
@@ -41,14 +41,14 @@ class LevelWriter(Writer):
     @staticmethod
     def level_of(axes: Axes) -> int:
         """0: head, 1: row, 2: column, 3: score."""
-        return (_COLUMN if axes & Axes.KV else _HEAD) + (_ROW if axes & Axes.Q else _HEAD)
+        return (_COLUMN if axes & Axes.KV else _HEAD) + (ROW if axes & Axes.Q else _HEAD)
 
     def outer(self) -> tuple[str, str, str]:
         """head, row and column."""
         head = self._unpack("head")
         return (
             self._function("head", "args, b, h", self._hoisted(_HEAD), self.head),
-            self._function("row", "args, head, b, h, q", head + self._hoisted(_ROW), self.row),
+            self._function("row", "args, head, b, h, q", head + self._hoisted(ROW), self.row),
             self._function(
                 "column", "args, head, b, h, kv", head + self._hoisted(_COLUMN), self.column
             ),
@@ -104,7 +104,7 @@ class LevelWriter(Writer):
         return bool(self.program.axes[i] & (Axes.R0 | Axes.R1 | Axes.R2 | Axes.R3))
 
     def _is_row_index(self, i: int) -> bool:
-        return self.levels[i] in (_HEAD, _ROW) and all(
+        return self.levels[i] in (_HEAD, ROW) and all(
             self.program.nodes[j].op not in ("load", "reduce") for j in self._above_head([i])
         )
 
@@ -195,11 +195,11 @@ class LevelWriter(Writer):
 class BiasWriter(LevelWriter):
     """Writes a linear bias (score_form.py): what depends on the head, and functions of it."""
 
-    deepest = _ROW
+    deepest = ROW
 
     @staticmethod
     def level_of(axes: Axes) -> int:
-        return _ROW if axes & (Axes.Q | Axes.KV) else _HEAD
+        return ROW if axes & (Axes.Q | Axes.KV) else _HEAD
 
     def functions(self) -> tuple[str, str, str]:
         slope, bias = (self._name(i) for i in self.program.outputs)
@@ -210,7 +210,7 @@ class BiasWriter(LevelWriter):
             self._define(
                 "at",
                 "args, head, b, h, q, kv",
-                [*head, *self._hoisted(_ROW), f"return {bias}"],
+                [*head, *self._hoisted(ROW), f"return {bias}"],
             ),
         )
 

@@ -16,7 +16,7 @@ import functools
 
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.emit import SCORE, LevelWriter, gluon_module
+from attnloom.backends.gluon.emit import ROW, SCORE, LevelWriter, gluon_module
 from attnloom.backends.triton.emit import NEAR, Target
 from attnloom.backends.triton.layouts import is_narrow
 from attnloom.ir.node import Axes, DType, Program
@@ -84,17 +84,26 @@ class MaskWriter(LevelWriter):
     @property
     def joins(self) -> bool:
         """Whether the mask is several conditions, the end of columns included, that are best
-        joined first (builtins.chosen). Not those of 64 bits, which are two comparisons each, and
-        not what the backward looks up by position: most is spent on lookups, and more spilled."""
+        joined first (builtins.chosen): edges, and in the forward comparisons with one value that is
+        looked up by key, in 32 bits. All conditions of a tile may be computed before the first selection,
+        so that what computes more than that spills (neighborhood at D=128 1,432 bytes for 332)."""
         form = self.forms.get(self.program.outputs[0])
-        nodes = self.program.nodes
-        for i in self.written:
-            if nodes[i].op != "load" or not self.levels[i]:
-                continue
-            wide = nodes[i].dtype is DType.I64 and not self._is_narrow(nodes[i].attr)
-            if wide or not self.along & Axes.KV:
-                return False
-        return bool(self.along) and (not isinstance(form, Edge) or form.side != "le")
+        if not self.along or (isinstance(form, Edge) and form.side == "le"):
+            return False
+        return len(self.column) < 2 and all(
+            self._joins_well(i) for i in self.written if self.levels[i]
+        )
+
+    def _joins_well(self, i: int) -> bool:
+        node, forward = self.program.nodes[i], bool(self.along & Axes.KV)
+        if node.op == "load":
+            narrow = node.dtype is not DType.I64 or self._is_narrow(node.attr)
+            return narrow and forward and self.levels[i] != SCORE
+        return (
+            self.levels[i] == ROW
+            or node.op == "input"
+            or (self.levels[i] == SCORE and node.dtype is DType.BOOL)
+        )
 
     def _is_narrow(self, slot: object) -> bool:
         return is_narrow(self.target.layouts, int(str(slot))) and not self.target.wide
