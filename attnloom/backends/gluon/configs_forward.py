@@ -80,7 +80,7 @@ class Form:
     def _is_short_ring(self) -> bool:
         """Room for a step and two panels of the next, whose third waits for the step to be over."""
         shape = self.panels, self.stages, self.key_panels
-        return shape == (3, 2, 5) and self.ahead
+        return shape == (3, 2, 5)
 
     @property
     def rows(self) -> int:
@@ -260,16 +260,18 @@ def forms_of_short_rows(head_dim: int, value_dim: int) -> tuple[Form, ...]:
 
 
 def quick(form: Form) -> Form | None:
-    """The same for a first call: tiles of 128 queries, in one consumer of eight warps. Triton
-    copies what it made of a consumer for each, so that this compiles in about half the time, gives
-    the same bits, and is 2 to 17% slower (H200): a panel of the output at a time adds up the same
-    keys in the same order as all of them at once. None where a tile has one consumer of four warps,
-    and for pieces, which are divided among four."""
+    """The same for a first call: tiles of 128 queries, in one consumer of eight warps, one product
+    after the other. Triton copies what it made of a consumer for each, and products that overlap
+    have a first step of their own, so that this takes a third to a half of the time to compile. It
+    gives the same bits: a panel of the output at a time adds up the same keys in the same order as
+    all of them at once. None where a tile has one consumer of four warps, and for pieces, which are
+    divided among four."""
     if form.consumers == 1 or form.pieces:
         return None
     return replace(
-        form, consumers=1, warps=8, named=False, by_warp=True, wide=False, registers=240,
-        load_registers=24, column_registers=(232, 40),
+        form, consumers=1, warps=8, named=False, by_warp=True, wide=False, overlap=False,
+        late=False, ahead=False, packed=False, registers=240, load_registers=24,
+        column_registers=(232, 40),
     )  # fmt: skip
 
 
