@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import subprocess
 import sys
@@ -272,6 +273,24 @@ def test_whether_a_kernel_is_on_disk_is_told_without_compiling_it(tmp_path: Any)
         for _ in range(2)
     ]
     assert said == [["True", "False"], ["False", "False"]]
+
+
+def test_a_process_waits_for_jobs_that_a_thread_of_autograd_began() -> None:
+    """Threads that Python did not start are daemons to it, and so was what they started: a process
+    that ended within Triton died of it ("exception not rethrown")."""
+    found: list[bool] = []
+    done = threading.Event()
+
+    def start() -> None:
+        assert threading.current_thread().daemon
+        job = beside.Job([])
+        found.append(job._thread.daemon)
+        job.wait()
+        done.set()
+
+    _thread.start_new_thread(start, ())
+    assert done.wait(60)
+    assert found == [False]
 
 
 def smallest_launch() -> beside.Launch:

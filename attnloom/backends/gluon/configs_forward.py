@@ -38,6 +38,7 @@ class Form:
     key_panels: that keys have room for, fewer than `stages` tiles have; 0: as many.
     programs: on a processor, which then divide its registers and its shared memory.
     warps: of a consumer.
+    hasty: compiled so (backends/triton/hasty.py).
     """
 
     consumers: int
@@ -66,10 +67,12 @@ class Form:
     key_panels: int = 0
     programs: int = 1
     warps: int = 4
+    hasty: bool = False
 
     def __post_init__(self) -> None:
         assert self.panels in (1, 3) and self.q_kept in (0, self.panels)
-        assert self.overlap or not (self.late or self.ahead or self.packed)
+        # q_kept: ptxas 12.8 gives registers that products of a step read to what follows them
+        assert self.overlap or not (self.late or self.ahead or self.packed or self.q_kept)
         assert not self.cut or self.panels == 1
         assert self.pieces or not (self.lines or self.prefetch)
         assert not self.wide or ((self.panels == 3 or self.cut) and self.warps == 4)
@@ -270,8 +273,8 @@ def quick(form: Form) -> Form | None:
         return None
     return replace(
         form, consumers=1, warps=8, named=False, by_warp=True, wide=False, overlap=False,
-        late=False, ahead=False, packed=False, registers=240, load_registers=24,
-        column_registers=(232, 40),
+        late=False, ahead=False, packed=False, q_kept=0, registers=240, load_registers=24,
+        column_registers=(232, 40), hasty=True,
     )  # fmt: skip
 
 

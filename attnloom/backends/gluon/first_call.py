@@ -90,8 +90,10 @@ def _is_there(
         return True
     otherwise = None if first is None else _launch_of(first, call, tensors)
     job = Job([_launch_of(usual, call, tensors)], look=first is not None, otherwise=otherwise)
+    if first is not None:
+        job.read.wait()  # reading takes twice as long beside what torch's operators ask of Python
     # remembered; the first use of torch's operators loads their modules
-    lists_of(call, usual.form)
+    lists_of(call, usual.form if first is None or not job.missed else first.form)
     if call.for_backward:
         from attnloom.backends.gluon import backward_ahead
 

@@ -87,7 +87,7 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> R
     options = {"num_warps": form.warps}
     if form.programs > 1:
         options["maxnreg"] = _REGISTERS // form.programs // 8 * 8  # given in eights
-    launcher = Launcher(forward_kernel, config, grid, options)
+    launcher = Launcher(forward_kernel, config, grid, options, hasty=form.hasty)
     return Ready(launcher, form, blanks, scales_of(call, score), pack_ints(shape))
 
 

@@ -63,8 +63,9 @@ class Job:
         self._look, self._otherwise, self._after = look, otherwise, after
         self._process = os.getpid()
         self._device = _current_device()
-        # not a daemon: a process that ends waits for Triton to return
-        self._thread = threading.Thread(target=self._run, args=(launches, then))
+        # a process that ends waits for Triton to return; threads of torch's autograd would have
+        # those that they start be daemons
+        self._thread = threading.Thread(target=self._run, args=(launches, then), daemon=False)
         self._thread.start()
 
     def _run(self, launches: Sequence[Launch], then: Then | None) -> None:
