@@ -10,7 +10,9 @@ torch's own first use of the device, of a matrix product and of the autograd eng
 clock starts, and so does that of `backward(gradient)`: it imports sympy, once a process, which took
 most of three seconds on a busy host, whoever's function was differentiated. What is timed ends when
 the device is done; the mask is built before. The suite compiles our modules to bytecode first, as
-pip does for all that it installs, torch and Triton among them.
+pip does for all that it installs, torch and Triton among them. Its processes come to where the
+clock starts together, wait for a line to read there, and are timed one after the other: medians of
+three, since single ones differ by a third on a host that others use too.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import contextlib
 import cProfile
 import os
 import pstats
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -39,6 +42,8 @@ CASES = {
     "softcap": GpuCase("causal+softcap", 2, 16, 16, 2048, 2048, 128),
     "alibi": GpuCase("causal+alibi", 2, 16, 16, 2048, 2048, 64),
 }
+_ROUNDS = 3
+_READY = "ready"
 _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "ATTNLOOM_CACHE_DIR": "attnloom",
@@ -58,32 +63,68 @@ def gpu_first_suite(keeps: Callable[[str], bool], peers: tuple[str, ...]) -> Ite
         if not keeps(case.name):
             continue
         for kind in ("call", "step"):
-            times = {name: _cold_and_warm(key, name, kind) for name in ("attnloom", *rivals)}
+            times = _cold_and_warm(key, ("attnloom", *rivals), kind)
             for i, phase in enumerate(("first", "warm")):
+                ours = times["attnloom"][i]
                 for peer in rivals:
                     yield Row(
-                        SUITE, case.name, f"{phase}_{kind}", "ms", times["attnloom"][i],
-                        dtype="bf16", shape=case.shape, peer=peer, theirs=times[peer][i],
+                        SUITE, case.name, f"{phase}_{kind}", "ms", statistics.median(ours),
+                        dtype="bf16", shape=case.shape, peer=peer,
+                        theirs=statistics.median(times[peer][i]), ours_p10=min(ours),
+                        ours_p90=max(ours), num_runs=_ROUNDS,
                     )  # fmt: skip
 
 
-def _cold_and_warm(key: str, contender: str, kind: str) -> tuple[float, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        places = {name: str(Path(folder) / part) for name, part in _CACHES.items()}
-        environment = os.environ | places | {"ATTNLOOM_QUICK_START": "1"}
-        command = [sys.executable, "-m", "benchmarks.gpu_first", key, contender, kind]
-        cold, warm = (
-            subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            for _ in range(2)
-        )
-    for done in (cold, warm):
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stderr[-2000:]}")
-    return float(cold.stdout.split()[-1]), float(warm.stdout.split()[-1])
+def _cold_and_warm(
+    key: str, contenders: Sequence[str], kind: str
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Milliseconds of each contender, with empty caches and with what those processes left."""
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contenders}
+    with contextlib.ExitStack() as stack:
+        waiting = []
+        for _ in range(_ROUNDS):
+            for name in contenders:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                for i in range(2):
+                    started = stack.enter_context(_started(folder, key, name, kind))
+                    waiting.append((times[name][i], started))
+        for _, started in waiting:
+            _read_ready(started)
+        for found, started in waiting:
+            found.append(_timed(started))
+    return times
 
 
-def main(key: str, contender: str, kind: str, functions: str = "0") -> None:
-    """Print the milliseconds of one first call or first training step."""
+def _started(folder: str, key: str, contender: str, kind: str) -> subprocess.Popen[str]:
+    """A process that goes up to where its clock starts."""
+    places = {name: str(Path(folder) / part) for name, part in _CACHES.items()}
+    environment = os.environ | places | {"ATTNLOOM_QUICK_START": "1"}
+    command = [sys.executable, "-m", "benchmarks.gpu_first", key, contender, kind, "0", "wait"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _read_ready(started: subprocess.Popen[str]) -> None:
+    assert started.stdout is not None
+    said = []
+    for line in started.stdout:
+        if line.strip() == _READY:
+            return
+        said.append(line)
+    raise RuntimeError(f"{started.args} failed:\n{''.join(said)[-2000:]}")
+
+
+def _timed(started: subprocess.Popen[str]) -> float:
+    said, _ = started.communicate("go\n")
+    if started.returncode:
+        raise RuntimeError(f"{started.args} failed:\n{said[-2000:]}")
+    return float(said.split()[-1])
+
+
+def main(key: str, contender: str, kind: str, functions: str = "0", wait: str = "") -> None:
+    """Print the milliseconds of one first call or first training step; wait: for a line to read."""
     case = CASES[key]
     inputs = [x.requires_grad_(kind == "step") for x in case.inputs()]
     square = torch.randn(64, 64, device=DEVICE, requires_grad=True)
@@ -93,6 +134,9 @@ def main(key: str, contender: str, kind: str, functions: str = "0") -> None:
     assert attention is not None
     dout = torch.randn_like(inputs[0])
     torch.cuda.synchronize()
+    if wait:
+        print(_READY, flush=True)
+        sys.stdin.readline()
     profile = cProfile.Profile() if int(functions) else contextlib.nullcontext()
     start = time.perf_counter()
     with profile:

@@ -25,6 +25,7 @@ import triton  # noqa: E402
 from attnloom.backends.gluon import configs_forward, launch_forward  # noqa: E402
 from attnloom.backends.gluon.forward_sm90 import forward_kernel  # noqa: E402
 from attnloom.backends.triton.fields import Tensors  # noqa: E402
+from attnloom.backends.triton.hasty import hastily  # noqa: E402
 from attnloom.backends.triton.launcher import Launcher  # noqa: E402
 from tests.kernels.cross_compile import TARGETS, device_is  # noqa: E402
 from tests.kernels.cross_compile_gluon import CompiledGluon, compile_gluon  # noqa: E402
@@ -216,7 +217,7 @@ def test_forms_of_first_calls(D: int, score: Any, mask: Any) -> None:
         assert found is not None
         return (found,)
 
-    with mock.patch.object(launch_forward, "_in_order", quick):
+    with mock.patch.object(launch_forward, "_in_order", quick), hastily():
         check(D, score, mask, BF16, 16)
 
 

@@ -36,7 +36,8 @@ PLAIN = {"HAS_LISTS": False, "HAS_MASK": False, "MAY_MASK": False, "NEEDS_KEYS":
 PLAIN |= {"MAY_BE_EMPTY": False, "NUM_COLUMNS": 0, "APART": False}
 FIVE_PANELS = {"PANELS": 3, "KEY_PANELS": 5, "Q_STAGES": 1, "OUT_IN_Q": True, "AHEAD": True}
 FIVE_PANELS |= {"LATE": True, "WIDE": True}
-EIGHT = {"WARPS": 8, "ROWS": 8, "BY_WARP": True}
+EIGHT = {"WARPS": 8, "ROWS": 8, "BY_WARP": True, "OVERLAP": False}
+QUICK = {"LATE": False, "AHEAD": False, "WIDE": False} | EIGHT
 FORMS = {
     "two consumers": form(),
     "three consumers": form(3),
@@ -105,12 +106,11 @@ FORMS = {
     ),
     "quick": form(1, **EIGHT),
     "quick, apart": form(1, APART=True, **EIGHT),
-    "quick, one tile of queries": form(1, OUT_IN_Q=True, Q_STAGES=1, LATE=True, **EIGHT),
-    "quick, no columns": form(1, AHEAD=True, Q_KEPT=1, NUM_COLUMNS=0, **EIGHT),
-    "quick, panels": form(1, PANELS=3, Q_KEPT=3, Q_STAGES=1, LATE=True, AHEAD=True, **EIGHT),
-    "quick, in turn": form(1, OVERLAP=False, **EIGHT),
-    "quick, no mask": form(1, PACKED=True, **EIGHT, **PLAIN),
-    "quick, five panels": form(1, **FIVE_PANELS | {"WIDE": False}, NUM_COLUMNS=0, **EIGHT),
+    "quick, one tile of queries": form(1, OUT_IN_Q=True, Q_STAGES=1, **EIGHT),
+    "quick, no columns": form(1, Q_KEPT=1, NUM_COLUMNS=0, **EIGHT),
+    "quick, panels": form(1, PANELS=3, Q_KEPT=3, Q_STAGES=1, **EIGHT),
+    "quick, no mask": form(1, **EIGHT, **PLAIN),
+    "quick, five panels": form(1, **FIVE_PANELS | QUICK, NUM_COLUMNS=0),
     "wide": form(
         PANELS=3, NUM_COLUMNS=0, Q_KEPT=3, Q_STAGES=1, LATE=True, AHEAD=True, NAMED=True, WIDE=True
     ),
@@ -327,10 +327,11 @@ def readers_forgotten(names: dict[str, Any]) -> dict[str, Any]:
             "used|copied|more often|every|computed|columns",
         ),
         (
-            form(1, NUM_COLUMNS=0, **EIGHT),
+            form(1, NUM_COLUMNS=0, **EIGHT | {"OVERLAP": True}),
             keys_left_early_by_warp,
             "used|copied|more often|every|computed|columns",
         ),
+        (form(1, NUM_COLUMNS=0, **EIGHT), late_values_by_warp, "used|copied|more often|every"),
         (form(BY_WARP=True), a_lane_for_all_warps, "every warp waits"),
         (
             form(BY_WARP=True),

@@ -28,7 +28,8 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch_forward, "_ready", {})
     monkeypatch.setattr(first_call, "_under_way", {})
     met: list[bool] = []
-    monkeypatch.setattr(first_call, "_is_there", lambda *_, look: bool(met) or met.append(look))
+    there = lambda *args: bool(met) or met.append(args[-1] is not None)
+    monkeypatch.setattr(first_call, "_is_there", there)
     beside._met.clear()
     yield
     _finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import subprocess
 import sys
@@ -42,12 +43,13 @@ def softcap(score, b, h, q, kv):
 
 class Machine:
     """A Hopper GPU whose compiler waits for `go`, but for quick forms. launched, compiled: warps of
-    a consumer, and consumers, of each."""
+    a consumer, and consumers, of each. quickly: threads that compiled quick forms."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
         self.launched: list[tuple[int, int]] = []
         self.compiled: list[tuple[int, int]] = []
+        self.quickly: list[str] = []
         self.on_disk = self.capturing = self.refuses_quick = False
         self.spills = 0
         self.addresses: list[int] = []
@@ -55,6 +57,9 @@ class Machine:
     def compile(self, launch: Launcher, args: tuple[Any, ...]) -> Any:
         if beside._thread.look and not self.on_disk:
             raise beside._NotThereError
+        if launch.kernel is forward_kernel and _kind(launch) == QUICK:
+            self.quickly.append(threading.current_thread().name)
+            return mock.Mock(asm={"cubin": b""})
         if not self.on_disk:
             assert self.go.wait(60)
         if launch.kernel is forward_kernel:
@@ -118,6 +123,7 @@ def test_a_first_call_is_quick_and_later_ones_change_over(machine: Machine) -> N
     for _ in range(3):
         attnloom.flex_attention(*x, block_mask=blocks)
     assert (machine.launched, machine.compiled) == ([QUICK] * 3, [])
+    assert machine.quickly[0] != threading.current_thread().name  # while lists are derived
     machine.finish()
     for _ in range(3):
         attnloom.flex_attention(*x, block_mask=blocks)
@@ -267,6 +273,24 @@ def test_whether_a_kernel_is_on_disk_is_told_without_compiling_it(tmp_path: Any)
         for _ in range(2)
     ]
     assert said == [["True", "False"], ["False", "False"]]
+
+
+def test_a_process_waits_for_jobs_that_a_thread_of_autograd_began() -> None:
+    """Threads that Python did not start are daemons to it, and so was what they started: a process
+    that ended within Triton died of it ("exception not rethrown")."""
+    found: list[bool] = []
+    done = threading.Event()
+
+    def start() -> None:
+        assert threading.current_thread().daemon
+        job = beside.Job([])
+        found.append(job._thread.daemon)
+        job.wait()
+        done.set()
+
+    _thread.start_new_thread(start, ())
+    assert done.wait(60)
+    assert found == [False]
 
 
 def smallest_launch() -> beside.Launch:

@@ -38,6 +38,7 @@ class Form:
     key_panels: that keys have room for, fewer than `stages` tiles have; 0: as many.
     programs: on a processor, which then divide its registers and its shared memory.
     warps: of a consumer.
+    hasty: compiled so (backends/triton/hasty.py).
     """
 
     consumers: int
@@ -66,10 +67,12 @@ class Form:
     key_panels: int = 0
     programs: int = 1
     warps: int = 4
+    hasty: bool = False
 
     def __post_init__(self) -> None:
         assert self.panels in (1, 3) and self.q_kept in (0, self.panels)
-        assert self.overlap or not (self.late or self.ahead or self.packed)
+        # q_kept: ptxas 12.8 gives registers that products of a step read to what follows them
+        assert self.overlap or not (self.late or self.ahead or self.packed or self.q_kept)
         assert not self.cut or self.panels == 1
         assert self.pieces or not (self.lines or self.prefetch)
         assert not self.wide or ((self.panels == 3 or self.cut) and self.warps == 4)
@@ -80,7 +83,7 @@ class Form:
     def _is_short_ring(self) -> bool:
         """Room for a step and two panels of the next, whose third waits for the step to be over."""
         shape = self.panels, self.stages, self.key_panels
-        return shape == (3, 2, 5) and self.ahead
+        return shape == (3, 2, 5)
 
     @property
     def rows(self) -> int:
@@ -162,13 +165,14 @@ _WIDE_192 = Form(
 )  # fmt: skip
 # The same, tried before those, where there is no score_mod and the mask looks up nothing. H200,
 # causal and full, of FA4's speed: D=64 0.901 -> 0.949 and 0.928 -> 0.979, with named barriers 0.824
-# and 0.847; D=128 full 1.021; of cuDNN's D=256 full 1.132.
+# and 0.847, four stages for two 1.012 without a mask and 1.002 under one; D=128 full 1.021; of
+# cuDNN's D=256 full 1.132.
 # By warp, of the speed before, without a mask: D=64 1.012, D=128 1.019 on a chip that is busy all
 # along, 1.004 and 1.000 on one that rests between calls; under masks 0.94 to 0.97 there.
 _PLAIN: dict[int, tuple[Form, ...]] = {
     64: (
         Form(
-            3, 128, 2, 2, True, False, 160, 32, (152, 56), lazy=True, ahead=True, by_lane=True,
+            3, 128, 4, 2, True, False, 160, 32, (152, 56), lazy=True, ahead=True, by_lane=True,
             packed=True, by_warp=True,
         ),
     ),
@@ -260,16 +264,18 @@ def forms_of_short_rows(head_dim: int, value_dim: int) -> tuple[Form, ...]:
 
 
 def quick(form: Form) -> Form | None:
-    """The same for a first call: tiles of 128 queries, in one consumer of eight warps. Triton
-    copies what it made of a consumer for each, so that this compiles in about half the time, gives
-    the same bits, and is 2 to 17% slower (H200): a panel of the output at a time adds up the same
-    keys in the same order as all of them at once. None where a tile has one consumer of four warps,
-    and for pieces, which are divided among four."""
+    """The same for a first call: tiles of 128 queries, in one consumer of eight warps, one product
+    after the other. Triton copies what it made of a consumer for each, and products that overlap
+    have a first step of their own, so that this takes a third to a half of the time to compile. It
+    gives the same bits: a panel of the output at a time adds up the same keys in the same order as
+    all of them at once. None where a tile has one consumer of four warps, and for pieces, which are
+    divided among four."""
     if form.consumers == 1 or form.pieces:
         return None
     return replace(
-        form, consumers=1, warps=8, named=False, by_warp=True, wide=False, registers=240,
-        load_registers=24, column_registers=(232, 40),
+        form, consumers=1, warps=8, named=False, by_warp=True, wide=False, overlap=False,
+        late=False, ahead=False, packed=False, q_kept=0, registers=240, load_registers=24,
+        column_registers=(232, 40), hasty=True,
     )  # fmt: skip
 
 

@@ -59,11 +59,11 @@ def begin(
             return _started(prepare(call, tensors, quick, fixed), call, tensors, job)
         job.wait()
         return None
-    if not _is_there(usual, call, tensors, given, look=quick is not None):
-        assert quick is not None
-        found = prepare(call, tensors, quick, fixed)
-        if _started(found, call, tensors, None) is not None:
-            return replace(found, follower=_compile(usual, call, tensors, following))
+    first = None if quick is None else prepare(call, tensors, quick, fixed)
+    if not _is_there(usual, call, tensors, given, first):
+        assert first is not None
+        if _started(first, call, tensors, None) is not None:
+            return replace(first, follower=_compile(usual, call, tensors, following))
     return None
 
 
@@ -78,19 +78,22 @@ def _quick(usual: Ready, call: AttentionCall) -> configs_forward.Form | None:
 
 
 def _is_there(
-    usual: Ready, call: AttentionCall, tensors: Tensors, given: AttentionCall, look: bool
+    usual: Ready, call: AttentionCall, tensors: Tensors, given: AttentionCall, first: Ready | None
 ) -> bool:
-    """Compile what `begin` says; look: the usual kernel is taken from the cache on disk, and if it
-    is not there, that is all."""
+    """Compile what `begin` says; first: where the usual kernel is not on disk this one is compiled,
+    and that is all."""
     if is_capturing(call.query) or not addresses_aligned(call):
         return True
-    if not (look or call.for_backward or call.blocks is not None):
+    if first is None and not call.for_backward and call.blocks is None:
         return True
     if not is_new(usual.launch.config, call.for_backward):
         return True
-    job = Job([_launch_of(usual, call, tensors)], look=look)
+    otherwise = None if first is None else _launch_of(first, call, tensors)
+    job = Job([_launch_of(usual, call, tensors)], look=first is not None, otherwise=otherwise)
+    if first is not None:
+        job.read.wait()  # reading takes twice as long beside what torch's operators ask of Python
     # remembered; the first use of torch's operators loads their modules
-    lists_of(call, usual.form)
+    lists_of(call, usual.form if first is None or not job.missed else first.form)
     if call.for_backward:
         from attnloom.backends.gluon import backward_ahead
 

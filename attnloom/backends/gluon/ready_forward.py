@@ -21,11 +21,11 @@ from attnloom.backends.triton.fields import Tensors, overhanging_block
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.packed import pack_ints
-from attnloom.backends.triton.sizes import heads_together
+from attnloom.backends.triton.sizes import bytes_a_head, heads_together
 
 _NO_LISTS = (0.0,) * 8
 _REGISTERS = 256  # a thread, of a program of two warpgroups that is alone on a processor
-_ROWS_TOGETHER = 2**17  # of heads under a mask, about 1,024 tiles
+_BYTES_TOGETHER = 2**25  # of keys and values under a mask: two thirds of a cache of 50 MB
 _TILES_OF_A_HEAD = 8  # that run at once and so read the same keys, where rows differ in length
 
 
@@ -87,24 +87,23 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> R
     options = {"num_warps": form.warps}
     if form.programs > 1:
         options["maxnreg"] = _REGISTERS // form.programs // 8 * 8  # given in eights
-    launcher = Launcher(forward_kernel, config, grid, options)
+    launcher = Launcher(forward_kernel, config, grid, options, hasty=form.hasty)
     return Ready(launcher, form, blanks, scales_of(call, score), pack_ints(shape))
 
 
 def _heads_together(call: AttentionCall, device: configs.Device) -> int:
     """Query heads taken together, whole groups of a key head: those that share the L2 cache, and
-    under a mask more. Its longest tiles start first among them, and the end is the more even; keys
-    that do not fit are read at about the same time by the tiles that run at once (H200, S = 8192:
-    D = 128, causal, 2, 4, 8, 16 heads 1.892, 1.843, 1.820, 1.816 ms; 16 heads gain 2% with
-    soft cap, windows and at D = 64, 3% with ALiBi, 4 to 5% at D = 192 and 256). Of long rows fewer
-    (D = 128, S = 16,384: 1, 2, 4, 8, 16 heads 3.691, 3.611, 3.562, 3.552, 3.559 ms, S = 32,768:
-    7.123, 7.026, 7.011, 6.991, 7.017; D = 64: 4.467, 4.331, 4.231, 4.246, 4.313)."""
+    under a mask more. Its longest tiles start first among them, and the end is the more even. What
+    does not fit the cache costs power as well as time (H200 with 4 ms of rest before each run,
+    D = 128, causal, 2, 4, 8, 16 heads, S = 8192: 1.611, 1.588, 1.575, 1.612 ms at 1,639, 1,628,
+    1,624, 1,596 MHz; S = 16,384: 3.065, 3.035, 3.074, more; S = 32,768: 5.964, 5.996, 6.013,
+    6.160; D = 64, S = 8192: 4, 8, 16, 32 heads 1.097, 1.071, 1.048, more)."""
     together = heads_together(call, device)
     if call.blocks is None or has_short_rows(call):
         return together
     group = call.query.size(1) // call.key.size(1)
     most = device.num_processors // _TILES_OF_A_HEAD
-    return max(together, min(most, _ROWS_TOGETHER // call.query.size(2)) // group * group)
+    return max(together, min(most, _BYTES_TOGETHER // bytes_a_head(call) * group) // group * group)
 
 
 def start(ready: Ready, call: AttentionCall, tensors: Tensors) -> None:

@@ -45,8 +45,8 @@ class Job:
 
     then: is given the last kernel, in that thread. read: set once the first kernel's source was
     read, or will not be. made: the last kernel; done when `read` is set if all were on disk. look:
-    kernels are taken from the cache on disk alone; `missed` says that one is not there. after: so
-    many seconds, or when the process ends.
+    kernels are taken from the cache on disk alone; `missed` says that one is not there, and
+    `otherwise` is compiled in their place. after: so many seconds, or when the process ends.
     """
 
     def __init__(
@@ -54,16 +54,18 @@ class Job:
         launches: Sequence[Launch],
         then: Then | None = None,
         look: bool = False,
+        otherwise: Launch | None = None,
         after: float = 0.0,
     ) -> None:
         self.read = threading.Event()
         self.made: Future[Any] = Future()
         self.missed = False
-        self._look, self._after = look, after
+        self._look, self._otherwise, self._after = look, otherwise, after
         self._process = os.getpid()
         self._device = _current_device()
-        # not a daemon: a process that ends waits for Triton to return
-        self._thread = threading.Thread(target=self._run, args=(launches, then))
+        # a process that ends waits for Triton to return; threads of torch's autograd would have
+        # those that they start be daemons
+        self._thread = threading.Thread(target=self._run, args=(launches, then), daemon=False)
         self._thread.start()
 
     def _run(self, launches: Sequence[Launch], then: Then | None) -> None:
@@ -73,20 +75,30 @@ class Job:
             time.sleep(_PAUSE)
         try:
             with on_device(self._device):
-                for launch, args in launches:
-                    tell_when_read(launch.kernel)
-                    made = launch.compile(args)
+                made = self._compile(launches)
             if then is not None:
                 then(made)
             self.made.set_result(made)
-        except _NotThereError:
-            self.missed = True
         except Exception as error:
             # the launch compiles once more, and raises where its caller sees it
             _log.debug("a kernel could not be compiled ahead: %s", error)
             self.made.set_exception(error)
         finally:
             self.read.set()
+
+    def _compile(self, launches: Sequence[Launch]) -> Any:
+        """The last kernel, or None where it is not on disk and nothing stands in for it."""
+        made = None
+        try:
+            for launch, args in launches:
+                tell_when_read(launch.kernel)
+                made = launch.compile(args)
+        except _NotThereError:
+            self.missed, _thread.look, made = True, False, None
+            if self._otherwise is not None:
+                launch, args = self._otherwise
+                made = launch.compile(args)
+        return made
 
     def is_running(self) -> bool:
         return self._thread.is_alive()

@@ -7,7 +7,8 @@ remembered by), so that the compiled kernel is started with the arguments as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.binaries import binaries_alone
 from attnloom.backends.triton.config import KernelConfig, value_of
 from attnloom.backends.triton.direct import Direct, direct
+from attnloom.backends.triton.hasty import hastily
 from attnloom.backends.triton.installation import hashed_once
 from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.kernel_keys import give_key
@@ -86,6 +88,7 @@ class Launcher:
 
     kernel: a jit function. grid: number of programs. options: num_warps and num_stages.
     operands: of how many first parameters the configuration's ALIGNED speaks.
+    hasty: see hasty.py; of configurations that nothing else has, since kernels are kept by them.
     spills: registers that each thread of the kernel keeps in memory; known after the first launch.
     """
 
@@ -94,6 +97,7 @@ class Launcher:
         "_compiled",
         "_device",
         "_direct",
+        "_hasty",
         "_hint",
         "_num_operands",
         "_unaligned",
@@ -111,6 +115,7 @@ class Launcher:
         grid: int,
         options: dict[str, int],
         operands: int = 0,
+        hasty: bool = False,
     ) -> None:
         self.kernel = kernel
         self.config = config
@@ -119,6 +124,7 @@ class Launcher:
         self._num_operands = operands
         self._anywhere = operands > 0 and not value_of(config, "ALIGNED")
         self._hint = value_of(config, "HINT") if hasattr(config, "HINT") else ""
+        self._hasty = hasty
         self.spills = 0
         self._compiled: Any = None
         self._direct: Direct | None = None
@@ -163,15 +169,20 @@ class Launcher:
         operands, others = args[: self._num_operands], args[self._num_operands :]
         args = (*(_anywhere(operands) if self._anywhere else operands), *_alike(others))
         give_key(self.kernel)
-        with hashed_once(), binaries_alone(), uncollected(), compiled_with(self._hint):
+        with hashed_once(), binaries_alone(), uncollected(), self._compiled_so():
             return self.kernel.run(
                 *args, self.config, grid=(self.grid,), warmup=True, **self.options
             )
 
+    @contextlib.contextmanager
+    def _compiled_so(self) -> Iterator[None]:
+        with compiled_with(self._hint), hastily(self._hasty):
+            yield
+
     def _start_anew(self, args: tuple[object, ...]) -> None:
         """By Triton, whatever the arguments are."""
         give_key(self.kernel)
-        with hashed_once(), binaries_alone(), compiled_with(self._hint):
+        with hashed_once(), binaries_alone(), self._compiled_so():
             compiled = self.kernel[(self.grid,)](*args, self.config, **self.options)
         if not INTERPRETED:
             self.spills = compiled.n_spills
