@@ -85,8 +85,9 @@ class MaskWriter(LevelWriter):
     def joins(self) -> bool:
         """Whether the mask is several conditions, the end of columns included, that are best
         joined first (builtins.chosen): edges, and in the forward comparisons with one value that is
-        looked up by key, in 32 bits. All conditions of a tile may be computed before the first selection,
-        so that what computes more than that spills (neighborhood at D=128 1,432 bytes for 332)."""
+        looked up by key, in 32 bits. All conditions of a tile may be computed before the first
+        selection, so that what computes more than that spills (neighborhood at D=128 1,432 bytes
+        for 332)."""
         form = self.forms.get(self.program.outputs[0])
         if not self.along or (isinstance(form, Edge) and form.side == "le"):
             return False
@@ -195,6 +196,13 @@ class MaskWriter(LevelWriter):
 
 def emit_mask(program: Program, target: Target, along: Axes = Axes.NONE) -> str:
     return gluon_module(*MaskWriter(program, target, along).functions())
+
+
+@functools.lru_cache(maxsize=1024)
+def is_of_edges(program: Program, target: Target) -> bool:
+    """Whether a mask compares nothing but edges in the forward."""
+    writer = MaskWriter(program, target, Axes.KV)
+    return all(i in writer.forms or writer.levels[i] != SCORE for i in writer.written)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -60,6 +60,7 @@ class ForwardSm90Config(Sm90Config):
     NAMED: bool
     BY_WARP: bool
     PACKED: bool
+    TURNS: bool
     WIDE: bool
     PARTS: int
     KEY_PANELS: int
@@ -145,6 +146,7 @@ def config_of(
         NAMED=form.named,
         BY_WARP=form.by_warp,
         PACKED=form.packed,
+        TURNS=form.turns,
         WIDE=form.wide,
         PARTS=form.parts,
         KEY_PANELS=form.key_panels or form.stages * form.panels,

@@ -72,12 +72,16 @@ from attnloom.backends.gluon.rings import (
     VALUES_LEFT,
     VALUES_THERE,
     box,
+    first_turn,
     get,
+    last_turn,
     leave,
     leave_if,
     leave_queries,
+    pass_turn,
     phase_of,
     slot_of,
+    take_turn,
     wait_there,
     wait_there_if,
 )
@@ -150,11 +154,13 @@ def _overlapped_step(
     if not cfg.AHEAD:
         wait_there(mem, mem.k_full, slot, phase_of(n, cfg), KEYS_THERE, cfg)
     p = operand(p, L, OUT, cfg)
+    take_turn(consumer, cfg)
     s = scores(q, mem, n, L, cfg)
     if cfg.LATE:
         acc = caught_up(acc, state[3], OUT, cfg)
     wait_there(mem, mem.v_full, last, phase_of(n - 1, cfg), VALUES_THERE, cfg)
     acc = add_output(p, mem, at[5], last, acc, cfg)
+    pass_turn(consumer, cfg)
     prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
     s = warpgroup_mma_wait(1 if cfg.WIDE else cfg.PANELS, [s])
     leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
@@ -298,6 +304,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
     at = (q_offset, kv_offset, kv_len, factor, base, mem.values_at)
     n = 0
     num_tiles = 0
+    first_turn(consumer, cfg)
     tile, unit, steps = take_job(mem, 0)
     while tile >= 0:
         b, h = unit // heads, unit % heads
@@ -330,6 +337,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         num_tiles += 1
         tile, unit, steps = take_job(mem, num_tiles)
     tma.store_wait(0)
+    last_turn(consumer, cfg)
 
 
 @gluon.jit
