@@ -36,7 +36,9 @@ class MaskWriter(LevelWriter):
         self.forms: dict[int, Form] = {}
         if along and target.near and not target.wide:
             narrow = frozenset(s for s in range(len(program.tensors)) if self._is_narrow(s))
-            self.forms = self._worth_it(edges(program, along, NEAR, narrow))
+            forms = self._worth_it(edges(program, along, NEAR, narrow))
+            if not self._computes_positions(forms):
+                self.forms = forms
         self.edges: list[Edge] = []
         self.ends = -1  # the edge that the last columns of a tile may be cut off with
         self._place()
@@ -54,16 +56,32 @@ class MaskWriter(LevelWriter):
                 del kept[i]
         return kept
 
-    def _place(self) -> None:
-        """What is written, and at which level."""
+    def _live(self, forms: dict[int, Form]) -> set[int]:
+        """What the mask is computed from, in these forms."""
         (output,) = self.program.outputs
         live = {output}
         for i in range(output, -1, -1):
-            if i not in live:
-                self.reads[i] = ()
-            elif i in self.forms:
-                self.reads[i] = self.forms[i].nodes()
-            live.update(self.reads[i])
+            if i in live:
+                form = forms.get(i)
+                live.update(form.nodes() if form else self.program.nodes[i].args)
+        return live
+
+    def _computes_positions(self, forms: dict[int, Form]) -> bool:
+        """Whether scores have integers of their own, as `(q - kv) % 3`, beside which edges would
+        only take more registers (strided_sparse, D=128: 160 bytes spilled for none)."""
+        return any(
+            self.levels[i] == SCORE and self.program.nodes[i].dtype.is_int
+            for i in self._live(forms)
+            if self.program.nodes[i].op != "load"
+        )
+
+    def _place(self) -> None:
+        """What is written, and at which level."""
+        (output,) = self.program.outputs
+        live = self._live(self.forms)
+        for i, node in enumerate(self.program.nodes):
+            form = self.forms.get(i)
+            self.reads[i] = () if i not in live else form.nodes() if form else node.args
         self.forms = {i: form for i, form in self.forms.items() if i in live}
         for i in sorted(live):
             if i in self.forms or any(self.levels[a] == SCORE for a in self.reads[i]):
@@ -86,8 +104,8 @@ class MaskWriter(LevelWriter):
         """Whether the mask is several conditions, the end of columns included, that are best
         joined first (builtins.chosen): edges, and in the forward comparisons with one value that is
         looked up by key, in 32 bits. All conditions of a tile may be computed before the first
-        selection, so that what computes more than that spills (neighborhood at D=128 1,432 bytes
-        for 332)."""
+        selection, so that what is more than that spills (neighborhood, D=128: 1,432 bytes for
+        332)."""
         form = self.forms.get(self.program.outputs[0])
         if not self.along or (isinstance(form, Edge) and form.side == "le"):
             return False

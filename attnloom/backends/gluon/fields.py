@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.emit import comes_in_pieces
 from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
-from attnloom.backends.gluon.score_form import ScoreForm
+from attnloom.backends.gluon.score_form import ScoreForm, score_form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.emit import Target
@@ -68,9 +68,25 @@ class Sm90Config(KernelConfig):
 
 
 def mask_target(call: AttentionCall, narrow: bool) -> Target:
-    """What the mask's fragment may use. narrow: 64-bit integers that fit are held in 32 bits."""
+    """What the mask's fragment may use. narrow: 64-bit integers that fit are held in 32 bits.
+    Without edges (emit_mask.py) beside a score_mod that has distances of its own: registers hold
+    positions then (sandwich, D=128: 116 bytes spilled for 60)."""
     target = target_of(call)
+    if _computes_positions(call):
+        target = replace(target, near=False)
     return target.reading(elements_only(mask_layouts(call))) if narrow else target
+
+
+def _computes_positions(call: AttentionCall) -> bool:
+    """Whether the score_mod computes integers for each score, but for a linear bias."""
+    if call.score is None:
+        return False
+    inner = score_form(call.score.program, call.options.exact_math).inner
+    both = Axes.Q | Axes.KV
+    return inner is not None and any(
+        node.dtype.is_int and node.op != "load" and axes & both == both
+        for node, axes in zip(inner.nodes, inner.axes, strict=True)
+    )
 
 
 class HasPieces(Protocol):
