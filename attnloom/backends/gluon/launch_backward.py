@@ -81,10 +81,10 @@ def _run_known(operands: Operands) -> Gradients | None:
         return None if ready is None else _run(operands, ready)
     wait_for_all()
     mods = Mods.of(operands.call, has_first_numbers(operands.call))
-    for form in ready_backward.forms_of(operands):
+    for form, most in ready_backward.forms_of(operands):
         ready = ready_backward.prepare(operands, form, mods)
         found = _run(operands, ready)
-        if ready.main.spills <= FEW_SPILLS:
+        if ready.main.spills <= (FEW_SPILLS if most is None else most):
             ready_backward.remember(key, ready)
             return found
     ready_backward.remember(key, None)

@@ -15,10 +15,11 @@ from attnloom.backends.gluon.backward_around import finish_kernel, prepare_kerne
 from attnloom.backends.gluon.backward_sm90 import backward_kernel
 from attnloom.backends.gluon.configs_backward import (
     KEYS,
+    LONG_STEP,
     MAX_HEAD_DIM,
     STEP,
     Form,
-    following,
+    followed,
     form_for,
     width_of,
 )
@@ -189,12 +190,15 @@ def finish_programs(lines: int, used: int) -> int:
     return lines // STEP * (used // finished_columns(used))
 
 
-def forms_of(operands: Operands) -> Iterator[Form]:
-    """The form of a problem, and those that are tried where it spills."""
-    form: Form | None = form_of(operands)
-    while form is not None:
-        yield form
-        form = following(form)
+def forms_of(operands: Operands) -> Iterator[tuple[Form, int | None]]:
+    """The form of a problem and those that are tried where it spills, with the registers that each
+    may spill; None: as many as any form may."""
+    form = form_of(operands)
+    while (then := followed(form)) is not None:
+        most, following = then
+        yield form, most
+        form = following
+    yield form, None
 
 
 def form_of(operands: Operands) -> Form:
@@ -213,8 +217,13 @@ def _form_of(call: AttentionCall) -> Form:
         sees_few=few_keys.sees_few(call),
         sees_some=few_keys.sees_some(call),
         sees_many=few_keys.sees_many(call),
-        long_blocks=call.blocks is not None and call.blocks.q_block % (2 * STEP) == 0,
+        long_steps=_has_long_steps(call),
     )
+
+
+def _has_long_steps(call: AttentionCall) -> bool:
+    blocks = call.blocks
+    return blocks is not None and blocks.q_block % LONG_STEP == 0 and not tells_heads_apart(call)
 
 
 def may_fold(call: AttentionCall) -> bool:
