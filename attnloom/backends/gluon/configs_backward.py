@@ -106,9 +106,9 @@ _NARROW_LONG = replace(
 # D=96: causal 3.992 -> 3.669 (3.760 from -lse), without a mask 7.483 -> 6.791 (7.694 from 0).
 _NATIVE_DRAWN = replace(_WIDE_TRIMMED, dk_shared=False, native=True, dv_early=True, fold=False)
 _NATIVE_NAMED = replace(_WIDE_NAMED, native=True, dv_early=True)
-# What a form gives way to that spills more registers than these, before the portable kernels. It was
-# timed with 4, and spills up to 15 under masks of more arithmetic, where the other has 4. The other
-# forms above spill no more than what they stand for under any mask that was compiled.
+# What a form that spills more registers than these gives way to, before portable kernels. It was
+# timed with 4, and spills up to 15 under masks of more arithmetic, where the other has 4. The forms
+# for D=96 and windows spill no more than what they stand for under any mask that was compiled.
 _INSTEAD = {_NARROW_LONG: (8, _NARROW_NAMED)}
 
 
