@@ -37,9 +37,9 @@ def long_steps(programs: int = 5) -> Iterator[None]:
         mock.patch.object(ready_backward, "programs_of", lambda form, key: programs),
     ):
         yield
-        found = [ready.main.config for ready in ready_backward._ready.values()]
+        found = [*ready_backward._ready.values()]
         assert found
-        assert all(cfg.TILE_M == 128 for cfg in found)
+        assert all(ready is not None and ready.main.config.TILE_M == 128 for ready in found)
 
 
 def check(case: Case, programs: int = 5, block_size: int | tuple[int, int] = 128) -> None:
