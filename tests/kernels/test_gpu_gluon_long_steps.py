@@ -73,18 +73,22 @@ def test_lengths() -> None:
 
 
 def check_shapes() -> None:
-    """Other head dimensions, blocks of several steps, of which some are past the end, strided
-    inputs, keys of one batch entry, and scores that overflow where keys end."""
+    """Other head dimensions, blocks of several steps, of which some are past the end."""
     for D, Dv in ((40, 64), (64, 24)):
         check(Case("causal", replace(SIZES, D=D, Dv=Dv), BF16))
     check(Case("causal", replace(SIZES, Q_LEN=540), BF16), block_size=(512, 256))
+
+
+def check_inputs() -> None:
+    """Strided ones, keys of one batch entry, and scores that overflow where keys end."""
     check(Case("causal", SIZES, BF16, layout="transposed"))
     check(Case("causal", replace(SIZES, B=3), BF16, kv_batch=1))
     check(Case("every_second_row", replace(SIZES, KV_LEN=650), BF16, magnitude=30.0))
 
 
-def test_shapes() -> None:
+def test_shapes_and_inputs() -> None:
     apart(check_shapes)
+    apart(check_inputs)
 
 
 def check_repeats() -> None:
