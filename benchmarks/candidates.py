@@ -91,6 +91,7 @@ class GluonBackward(Change):
 
         return [
             (ready_backward, "form_of", lambda operands: self.form),
+            (ready_backward, "followed", lambda form: None),
             (launch_backward, "FEW_SPILLS", _UNLIMITED),
         ]
 

@@ -85,6 +85,13 @@ class Visit:
         return SimpleNamespace(**{name: Int(n) for name, n in numbers.items()}, **memory)
 
 
+@dataclass(frozen=True)
+class At:
+    """The address of tiles, of which this is the first."""
+
+    tile: Any
+
+
 def is_dk(reads: list[Any]) -> bool:
     """Whether a product takes dscore from shared memory, with queries."""
     return len(reads) == 2 and bool(reads[0] and reads[1]) and (
@@ -189,12 +196,25 @@ class Backward:
     def names(self) -> dict[str, Any]:
         """What the functions' modules hold in place of the language's."""
         found = stand_ins(self.world, 1, MODULES)
-        start_scores, start_dq, give, keys_of, queries_of = (
+        start_scores, start_dq, product, add_keys, give, keys_of, queries_of = (
             found[name]
             for name in (
-                "start_scores", "start_dq", "give_ds", "_keys_of_tile", "_queries_of_tile",
+                "start_scores", "start_dq", "dq_product", "add_keys", "give_ds", "_keys_of_tile",
+                "_queries_of_tile",
             )
         )  # fmt: skip
+
+        def dq_product(mem: Any, n: int, k0: Any, k1: Any, sums: Any, row: int, *rest: Any) -> Any:
+            self.world.own.row = row
+            return self._counting(product)(mem, n, k0, k1, sums, row, *rest)
+
+        def add(left: Any, tiles: Any, at: Any, slot: int, sums: Any, *rest: Any) -> Any:
+            if not self.cfg.NATIVE:
+                return add_keys(left, tiles, at, slot, sums, *rest)
+            if at.tile is not tiles.index(0):
+                raise ProtocolError(f"{tiles.index(0).name} is not at the address of {at}")
+            return self.world.multiply(left, tiles.index(slot), sums)
+
         tma = SimpleNamespace(store_wait=self._wait_for_stores)
         return found | {
             "KEYS": 2 * HALF,
@@ -211,9 +231,18 @@ class Backward:
             "_queries_of_tile": self._within(queries_of, 3),
             "start_scores": self._counting(start_scores),
             "start_dq": self._counting(start_dq),
+            "dq_product": dq_product,
+            "add_keys": add,
+            "addresses": SimpleNamespace(
+                **vars(found["addresses"]) | {"find": lambda block, tile, *_: (block, At(tile))}
+            )
+            if self.cfg.NATIVE
+            else found["addresses"],
+            # steps of more queries than a product of dq has are split among consumers
+            "DQ_ROWS": getattr(self.cfg, "DQ_ROWS", TILE_M),
             "give_ds": lambda mem, n, ds, which, cfg: give(mem, n, ("ds", n, which), which, cfg),
             "add_dq": self._add_dq,
-            "dq_places": lambda *_: None,
+            "dq_places": lambda first, columns, _: (int(first), columns),
             "contexts": lambda _, __, b, h, *rest: (int(b), int(h)),
             "first_sums": lambda *_: (Nothing(),),
             "look_up": lambda context, corner, _: (context, tuple(map(int, corner))),
@@ -266,9 +295,22 @@ class Backward:
 
         return started
 
-    def _add_dq(self, _: Any, __: Any, line: int, ___: Any, ____: Any) -> None:
-        """The last two products of dq are those of the step that the line belongs to."""
-        own = self.world.own
+    def _add_dq(self, _: Any, part: Any, line: int, ___: Any, ____: Any) -> None:
+        """The last two products of dq are those of the step that the line belongs to, of a
+        consumer's rows and columns."""
+        own, cfg = self.world.own, self.cfg
+        first, columns, row = 0, cfg.D, 0
+        if cfg.NATIVE:
+            first, columns = ((0, 64), (64, cfg.COLUMNS - 64))[own.which]
+        elif getattr(cfg, "DQ_ROWS", TILE_M) < TILE_M:
+            row = own.which * cfg.DQ_ROWS
+            if own.row != row:
+                raise ProtocolError(f"consumer {own.which} multiplied rows from {own.row} on")
+        elif not cfg.DQ_APART:
+            first, columns = own.which * cfg.D // 2, cfg.D // 2
+        if part != (first, columns):
+            raise ProtocolError(f"consumer {own.which} adds to columns {part}")
+        line -= row
         found = [
             reads for reads in own.log
             if len(reads) == 2 and reads[0] and reads[0][0] == "ds" and not is_dk(reads)

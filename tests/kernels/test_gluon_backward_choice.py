@@ -276,6 +276,43 @@ def test_dk_takes_dscore_from_shared_memory_where_it_was_timed() -> None:
     assert not form_for(96, 96, may_mask=False, may_fold=True).dk_shared
 
 
+@pytest.mark.parametrize("may_mask", [False, True])
+def test_products_have_96_columns_where_both_heads_do(may_mask: bool) -> None:
+    from attnloom.backends.gluon.configs_backward import form_for
+
+    heads = ((80, 80), (88, 88), (96, 96), (88, 96), (96, 80), (96, 64), (96, 104), (64, 64))
+    native = [dims for dims in heads if form_for(*dims, may_mask, may_fold=True).native]
+    assert native == [(88, 88), (96, 96), (88, 96)]
+    # from 0 under a mask, from -lse without one
+    assert form_for(96, 96, may_mask, may_fold=True).fold != may_mask
+    for others in ({"may_fold": False}, {"may_fold": True, "sees_few": True}):
+        found = form_for(96, 96, may_mask, **others)
+        assert not found.native or (not may_mask and others["may_fold"])
+    assert not form_for(96, 96, True, may_fold=True, sweeps=True).native
+
+
+@pytest.mark.parametrize(("spills", "tried"), [((8,), 1), ((9, 32), 2), ((9, 33), 2)])
+def test_long_steps_that_spill_give_way(spills: tuple[int, ...], tried: int) -> None:
+    from attnloom.backends.gluon import configs_backward, launch_backward, ready_backward
+
+    first = configs_backward.form_for(64, 64, True, True, sees_many=True, long_steps=True)
+    usual = configs_backward.form_for(64, 64, True, True)
+    made = [mock.Mock(main=mock.Mock(spills=n)) for n in spills]
+    prepare = mock.Mock(side_effect=made)
+    with (
+        mock.patch.object(ready_backward, "_ready", {}),
+        mock.patch.object(ready_backward, "key_of", lambda operands: "key"),
+        mock.patch.object(ready_backward, "form_of", lambda operands: first),
+        mock.patch.object(ready_backward, "prepare", prepare),
+        mock.patch.object(launch_backward, "Mods", mock.Mock()),
+        mock.patch.object(launch_backward, "has_first_numbers", lambda call: True),
+        mock.patch.object(launch_backward, "_run", lambda operands, ready: ready),
+    ):
+        found = [launch_backward._run_known(mock.Mock()) for _ in range(2)]
+    assert found == [made[-1] if spills[-1] <= 32 else None] * 2
+    assert [call.args[1] for call in prepare.call_args_list] == [first, usual][:tried]
+
+
 def test_a_wide_kernel_that_spills_is_asked_once() -> None:
     """Its results are not used either: a later call's would differ from them."""
     from attnloom.backends.gluon import launch_wide

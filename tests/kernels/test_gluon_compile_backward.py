@@ -98,6 +98,46 @@ def test_products_leave_out_columns_past_the_heads(head_dim: int, mask_mod: Any)
     assert main.text.count("m64n64k16") == CONSUMERS * products
 
 
+def test_steps_of_128_queries_of_long_rows() -> None:
+    """Each consumer has 64 of them of dq: 8 additions of 16 bytes a lane, in a step and late."""
+    call = make_call(64, mask_mod=causal, q_len=4352, kv_len=4352)
+    made = compiled(call)
+    main = made["backward_kernel"]
+    assert not main.serialised
+    assert main.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert main.spills <= 32
+    assert main.text.count("red.relaxed.gpu.global.add.v4.f32") == CONSUMERS * 2 * 8
+    # S before the first step and in each, dP in each
+    assert main.text.count("m64n128k16") == CONSUMERS * 3 * 64 // 16
+
+
+@pytest.mark.parametrize(("head_dim", "mask_mod"), [(96, None), (88, causal)])
+def test_products_of_96_columns(head_dim: int, mask_mod: Any) -> None:
+    """dk and dv have them, of dq one consumer 64 and the other 32."""
+    made = compiled(make_call(head_dim, mask_mod=mask_mod, q_len=2048, kv_len=2048))
+    main = made["backward_kernel"]
+    assert not main.serialised
+    assert main.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert main.spills == 0
+    assert main.text.count("m64n96k16") == CONSUMERS * 2 * 64 // 16
+    assert main.text.count("m64n32k16") == 2 * KEYS // 16
+    assert "m64n128k16" not in main.text
+    for name in ("prepare_kernel", "finish_kernel"):
+        assert made[name].spills == 0
+    assert re.search(r"ld\.global\S*\.v4\.b32", made["finish_kernel"].text)
+
+
+def test_a_window_starts_dv_before_it_waits() -> None:
+    """Fewer registers are spilled than where dv starts behind dscore, 18."""
+
+    def window(b, h, q, kv):
+        return (q >= kv) & (q - kv < 1024)
+
+    main = compiled(make_call(128, mask_mod=window, q_len=4352, kv_len=4352))["backward_kernel"]
+    assert not main.serialised
+    assert main.spills <= 64
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_sums_of_dq_that_programs_keep_are_not_added_to_in_memory(head_dim: int) -> None:
     call = make_call(head_dim, mask_mod=causal, q_len=2048, kv_len=2048)

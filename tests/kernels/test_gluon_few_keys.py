@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from attnloom import create_block_mask
 from attnloom.backends.gluon import backward_ahead, few_keys, launch_backward, ready_backward
-from attnloom.backends.gluon.configs_backward import KEYS, STEP, Form
+from attnloom.backends.gluon.configs_backward import KEYS, LONG_STEP, STEP, Form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import refined as refined_blocks
 from attnloom.backends.triton.operands import Operands
@@ -34,6 +34,10 @@ def packed(length: int, count: int = 12) -> Callable[..., Any]:
 
 def window(b, h, q, kv):
     return (q >= kv) & (q - kv < 128)
+
+
+def window_of_1024(b, h, q, kv):
+    return (q >= kv) & (q - kv < 1024)
 
 
 def call_of(
@@ -149,6 +153,63 @@ def test_long_rows_have_the_form_that_was_timed(mask: Any, length: int, many: bo
     call = call_of(mask, length)
     assert few_keys.sees_many(call) == many
     assert form_of(call).by_warp == many
+
+
+def by_head(b, h, q, kv):
+    return q >= kv + h
+
+
+LONG = {
+    "causal": (lambda: call_of(causal, 4352, 64, 64), True),
+    "ragged, narrower, heads in groups": (lambda: call_of(causal, 4300, 48, 40, heads_kv=4), True),
+    "blocks of 256": (lambda: call_of(causal, 4352, 64, 64, block=256), True),
+    "blocks of 64": (lambda: call_of(causal, 4352, 64, 64, block=(64, 128)), False),
+    "short": (lambda: call_of(causal, 2048, 64, 64), False),
+    "window": (lambda: call_of(window, 4352, 64, 64), False),
+    "looked up": (lambda: call_of(packed(4352, 1), 4352, 64, 64), False),
+    "by head": (lambda: call_of(by_head, 4352, 64, 64), False),
+    "wide": (lambda: call_of(causal, 4352, 64, 72), False),
+    "score_mod": (lambda: replace(call_of(causal, 4352, 64, 64), score=with_score().score), False),
+    "negative scale": (lambda: replace(call_of(causal, 4352, 64, 64), scale=-1.0), False),
+    "no lists": (lambda: replace(call_of(causal, 4352, 64, 64), blocks=None), False),
+    "no mask": (lambda: replace(call_of(causal, 4352, 64, 64), mask=None, blocks=None), False),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_of_narrow_heads_have_long_steps(name: str) -> None:
+    call, long = LONG[name]
+    assert (form_of(call()).step == LONG_STEP) == long
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "D", "some"),
+    [
+        (window_of_1024, 4352, 128, True),
+        (window_of_1024, 4352, 120, True),
+        (window, 4352, 128, False),
+        (causal, 2048, 128, True),
+        (causal, 4352, 128, False),
+        (packed(4352, 1), 4352, 128, False),
+        (window_of_1024, 4352, 112, False),
+    ],
+)
+def test_dv_starts_early_in_windows(mask: Any, length: int, D: int, some: bool) -> None:
+    form = form_of(call_of(mask, length, D, D))
+    assert form.dv_early == some
+    assert not form.dv_early or (form.fold and form.persistent and form.named == 3)
+
+
+def test_programs_that_draw_were_seen_faster_without_smaller_blocks_too() -> None:
+    """Also where products start from 0, which nothing but a score_mod had under a mask."""
+    for D, length in ((64, 4352), (96, 2048)):
+        call = call_of(causal, length, D, D)
+        with (
+            device_is("sm_90"),
+            mock.patch.object(ready_backward, "refined", lambda call: replace(call)),
+        ):
+            assert not form_of(call).fold
+            assert ready_backward.portable(call) is None
 
 
 def test_windows_of_other_widths_took_the_form_that_came_first() -> None:

@@ -24,6 +24,7 @@ def form(**changed: Any) -> SimpleNamespace:
         BY_HEAD=False, HAS_SINKS=False, PERSISTENT=False, KV_STAGES=1, DQ_APART=False, EARLY=False,
         FOLD=False, PREFETCH=False, SWEEPS=False, ROWS_APART=False, MASK_FIRST=False,
         LEAVES_LATE=False, NAMED=0, BY_WARP=False, DK_SHARED=False, COLUMNS=128, VALUE_COLUMNS=128,
+        DV_EARLY=False, NATIVE=False,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg
@@ -32,6 +33,8 @@ def form(**changed: Any) -> SimpleNamespace:
 FOUR = {"STAGES": 4, "LOG_STAGES": 2}
 DRAWN = {"PERSISTENT": True, "KV_STAGES": 2}
 TRIMMED = {"COLUMNS": 96, "VALUE_COLUMNS": 80, "FOLD": True, "NAMED": 3}
+NATIVE = {"NATIVE": True, "COLUMNS": 96, "VALUE_COLUMNS": 96, "DV_EARLY": True, "NAMED": 3}
+LONG_STEPS = {"DQ_ROWS": TILE_M // 2, "DV_EARLY": True, "NAMED": 3, "SUB": 1}
 FORMS = {
     "wide": form(),
     "wide, from -lse and -delta": form(FOLD=True),
@@ -80,6 +83,17 @@ FORMS = {
     "trimmed, tiles drawn, dk shared": form(DK_SHARED=True, **TRIMMED, **DRAWN),
     "dk shared": form(DK_SHARED=True),
     "dk shared, tiles drawn, by head": form(DK_SHARED=True, BY_HEAD=True, **DRAWN),
+    "dv early": form(DV_EARLY=True),
+    "dv early, tiles drawn, named": form(DV_EARLY=True, FOLD=True, NAMED=3, **DRAWN),
+    "narrow, early, dv early": form(DQ_APART=True, EARLY=True, DV_EARLY=True, FOLD=True, **FOUR),
+    "native": form(FOLD=True, **NATIVE),
+    "native, tiles drawn": form(**NATIVE, **DRAWN),
+    "native, tiles drawn, in mbarriers, by head": form(
+        BY_HEAD=True, **NATIVE | {"NAMED": 0}, **DRAWN
+    ),
+    "long steps, tiles drawn": form(**LONG_STEPS, **DRAWN),
+    "long steps, tiles drawn, one list": form(SAME_LISTS=True, **LONG_STEPS, **DRAWN),
+    "long steps, larger blocks": form(**LONG_STEPS | {"SUB": 2, "NAMED": 0}),
     "narrow, tiles drawn": form(DQ_APART=True, **DRAWN),
     "narrow, tiles drawn, early": form(DQ_APART=True, EARLY=True, FOLD=True, **FOUR, **DRAWN),
     "no mask": form(
@@ -155,6 +169,43 @@ def queries_given_back_before_dk(names: dict[str, Any]) -> dict[str, Any]:
         names["ds_is_there"](mem, n, which, cfg)
 
     return {"ds_is_there": ds_is_there, "done_with_q": lambda *_: None}
+
+
+def addresses_exchanged(names: dict[str, Any]) -> dict[str, Any]:
+    """dk is of output gradients, dv of queries."""
+
+    def add_keys(left, tiles, at, *rest):
+        return names["add_keys"](left, tiles, exchanged[at], *rest)
+
+    exchanged: dict[Any, Any] = {}
+
+    def allocate(cfg):
+        mem = names["allocate"](cfg)
+        exchanged.update({mem.q_at: mem.dout_at, mem.dout_at: mem.q_at})
+        return mem
+
+    return {"add_keys": add_keys, "allocate": allocate}
+
+
+def the_same_rows_of_dq(names: dict[str, Any]) -> dict[str, Any]:
+    def product(mem, n, k0, k1, sums, row, *rest):
+        return names["dq_product"](mem, n, k0, k1, sums, 0, *rest)
+
+    return {"dq_product": product}
+
+
+def rows_of_the_other_consumer(names: dict[str, Any]) -> dict[str, Any]:
+    def done(dq_to, places, line, dq, which, cfg):
+        names["done_dq"](dq_to, places, line, dq, 1 - which, cfg)
+
+    return {"done_dq": done}
+
+
+def columns_of_the_other_consumer(names: dict[str, Any]) -> dict[str, Any]:
+    def places(places, first, columns, cfg):
+        return names["_own_places"](places, cfg.COLUMNS - 64 - first, columns, cfg)
+
+    return {"_own_places": places}
 
 
 def dk_of_the_other_half(names: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +315,18 @@ def test_barriers_that_nobody_uses_or_that_are_none_are_found(
         ("dk shared", queries_given_back_before_dk),
         ("dk shared, tiles drawn, by head", queries_given_back_before_dk),
         ("dk shared", dk_of_the_other_half),
+        ("dv early", queries_given_back_before_dk),
+        ("long steps, larger blocks", queries_given_back_before_dk),
+        ("native, tiles drawn, in mbarriers, by head", queries_given_back_before_dk),
+        ("native", forgotten("wait_for_ds", "ds_is_there")),
+        (
+            "long steps, tiles drawn",
+            forgotten("wait_for_room", "done_with_ds", "start_slots", "end_slots"),
+        ),
+        ("native", addresses_exchanged),
+        ("native", columns_of_the_other_consumer),
+        ("long steps, tiles drawn", the_same_rows_of_dq),
+        ("long steps, tiles drawn", rows_of_the_other_consumer),
         ("wide, named", forgotten("wait_for_ds", "ds_is_there")),
         ("wide, named", forgotten("wait_for_room", "done_with_ds", "start_slots", "end_slots")),
         ("wide, named", forgotten("start_slots")),

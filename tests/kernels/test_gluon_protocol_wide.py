@@ -23,7 +23,8 @@ def form(**changed: Any) -> SimpleNamespace:
         SUB=2, TILES_PER_BLOCK=1, SAME_LISTS=False, HAS_LISTS=True, HAS_MASK=True, HAS_TAIL=True,
         MAY_MASK=True, NEEDS_QUERIES=True, BY_HEAD=False, FOLD=False, PERSISTENT=False,
         KV_STAGES=1, STEPS_PAST_END=False, DQ_APART=False, SWEEPS=False,
-        ROWS_APART=False, MASK_FIRST=False, NAMED=0, BY_WARP=False, COLUMNS=64, VALUE_COLUMNS=64,
+        ROWS_APART=False, MASK_FIRST=False, NAMED=0, BY_WARP=False, NATIVE=False, COLUMNS=64,
+        VALUE_COLUMNS=64,
     )  # fmt: skip
     vars(cfg).update(changed)
     return cfg

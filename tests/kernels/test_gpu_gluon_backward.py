@@ -78,6 +78,30 @@ def check_trimmed(D: int) -> None:
     check(Case("causal", replace(ONE_HEAD_A_KEY, D=D, Dv=48), BF16))
 
 
+@pytest.mark.parametrize("D", [88, 96])
+def test_heads_of_96_columns(D: int) -> None:
+    """dk, dv and dq in products of as many."""
+    apart(check_native, D)
+    apart(check_native_masks, D)
+
+
+def check_native(D: int) -> None:
+    """With keys that all programs have whole and with ragged ones, a head a key, strided."""
+    sizes = replace(SIZES, D=D, Dv=D)
+    for mod, kv_len in (("plain", 256), ("plain", 290), ("every_second_row", 290)):
+        check(Case(mod, replace(sizes, KV_LEN=kv_len, Dv=96), FP16))
+    check(Case("plain", replace(sizes, Q_LEN=65, KV_LEN=128, Hkv=4), BF16, layout="transposed"))
+
+
+def check_native_masks(D: int) -> None:
+    """Keys of one batch entry, masks that look up or tell heads apart, scores that overflow."""
+    sizes = replace(SIZES, D=D, Dv=D)
+    check(Case("causal", replace(sizes, B=3, Q_LEN=300), BF16, kv_batch=1, layout="transposed"))
+    check(Case("dilated_by_head", sizes, BF16))
+    check(Case("document_unsorted_per_batch", replace(sizes, Hkv=4), BF16))
+    check(Case("window_with_sinks", sizes, BF16, magnitude=30.0))
+
+
 def test_lengths() -> None:
     for q_len, kv_len in ((1, 1), (1, 63), (63, 1), (129, 257), (17, 1000), (1000, 17)):
         check(Case("causal", replace(WIDE, Q_LEN=q_len, KV_LEN=kv_len), BF16))

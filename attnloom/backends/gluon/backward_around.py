@@ -3,9 +3,10 @@
     prepare_kernel   row statistics, and zeros where dq will be added up, or where nobody writes it
     finish_kernel    dq from there to its tensor, scaled
 
-Memory of dq: [lines, WIDTH] float32, TILE_M lines a tile, a tile in the order in which the lanes of
-a warpgroup hold accumulators of wgmma, 2 x 2 elements (rows r and r + 8, neighbouring columns) a
-lane. Glossary: backend/triton/backward.py and backward_shared.py.
+Memory of dq: [lines, WIDTH] float32, of which the first USED columns are, TILE_M lines a tile, a
+tile in the order in which the lanes of a warpgroup hold accumulators of wgmma, 2 x 2 elements (rows
+r and r + 8, neighbouring columns) a lane, 8 columns after the others. Glossary:
+backend/triton/backward.py and backward_shared.py.
 
 OVERLAPS: the main kernel and finish_kernel start while the kernel before is ending, and wait for it
 (griddepcontrol in PTX).
@@ -57,7 +58,10 @@ def prepare_kernel(out, dout, dlse, lse, stats, dq_sum, rows, shape, strides, cf
         _clear_dead(dq_sum, rows, (b, h, bh, row, q_len), cfg)
     else:
         start = dq_sum + pid.to(tl.int64) * (M * cfg.WIDTH)
-        tl.store(start + tl.arange(0, M * cfg.WIDTH), tl.zeros([M * cfg.WIDTH], tl.float32))
+        CLEARED: tl.constexpr = cfg.COLUMNS if cfg.USED < cfg.WIDTH else cfg.WIDTH
+        for c in tl.static_range(0, cfg.USED, CLEARED):
+            zeros = tl.zeros([M * CLEARED], tl.float32)
+            tl.store(start + M * c + tl.arange(0, M * CLEARED), zeros)
 
 
 @triton.jit
@@ -82,7 +86,7 @@ def finish_kernel(dq_sum, dq, scale, shape, cfg: tl.constexpr):
     q_len, pitch = whole32(shape, 3), whole32(shape, 6)
     M: tl.constexpr = cfg.TILE_M
     C: tl.constexpr = cfg.COLUMNS
-    PARTS: tl.constexpr = cfg.WIDTH // C
+    PARTS: tl.constexpr = cfg.USED // C
     tiles = pitch // M
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, first = pid // PARTS, pid % PARTS * C

@@ -5,8 +5,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from attnloom.backends.gluon.backward_shared import HALF
+from attnloom.backends.gluon.backward_shared import HALF, PART
 from attnloom.backends.gluon.backward_slots import wait_for_room
+from attnloom.backends.gluon.forward_wide import add_wide
 from attnloom.backends.gluon.rings import slot_of
 
 
@@ -75,6 +76,38 @@ def start_dp(mem, n, own, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
+def no_sums(WIDTH: gl.constexpr, cfg: gl.constexpr):
+    """dk or dv of a tile before its first step; NATIVE: in three parts."""
+    if cfg.NATIVE:
+        L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+        zeros = gl.zeros([HALF, PART], gl.float32, L)
+        return zeros, zeros, zeros
+    else:
+        WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+        return gl.zeros([HALF, WIDTH], gl.float32, WHOLE)
+
+
+@gluon.jit
+def as_left(x, WIDTH: gl.constexpr, cfg: gl.constexpr):
+    """p or dscore, rounded, as the left operand of dv or dk."""
+    if cfg.NATIVE:
+        return x
+    else:
+        L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+        return gl.convert_layout(x, gl.DotOperandLayout(0, L, 2))
+
+
+@gluon.jit
+def add_keys(left, tiles, address, slot, sums, WIDTH: gl.constexpr, cfg: gl.constexpr):
+    """sums + left . a step's tile, started as one product. address: of the first tile, NATIVE."""
+    if cfg.NATIVE:
+        BYTES: gl.constexpr = cfg.TILE_M * WIDTH * 2
+        return add_wide(left, address + slot * BYTES, sums, cfg.TILE_M, PART)
+    else:
+        return warpgroup_mma(left, tiles.index(slot), sums, is_async=True)
+
+
+@gluon.jit
 def give_ds(mem, n, ds, which, cfg: gl.constexpr):
     """dscore of a step to shared memory, for dq."""
     wait_for_room(mem, n, which, cfg)
@@ -82,9 +115,19 @@ def give_ds(mem, n, ds, which, cfg: gl.constexpr):
 
 
 @gluon.jit
+def keys_done(PENDING: gl.constexpr, sums, left, cfg: gl.constexpr):
+    """dv and p, or dk and dscore, once at most so many products are in flight."""
+    if cfg.NATIVE:
+        a, b, c, left = warpgroup_mma_wait(PENDING, [sums[0], sums[1], sums[2], left])
+        return (a, b, c), left
+    else:
+        return warpgroup_mma_wait(PENDING, [sums, left])
+
+
+@gluon.jit
 def dk_done(PENDING: gl.constexpr, dk, ds_left, cfg: gl.constexpr):
-    """dk and dscore in registers, once at most so many products are in flight."""
+    """The same of dk, whose dscore may lie in shared memory."""
     if cfg.DK_SHARED:
         return warpgroup_mma_wait(PENDING, [dk]), ds_left
     else:
-        return warpgroup_mma_wait(PENDING, [dk, ds_left])
+        return keys_done(PENDING, dk, ds_left, cfg)

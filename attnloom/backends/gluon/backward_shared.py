@@ -20,6 +20,7 @@ from attnloom.backends.triton.device_math import whole32
 
 KEYS = gl.constexpr(128)  # of a program
 HALF = gl.constexpr(64)  # of a consumer
+PART = gl.constexpr(32)  # columns of each of the three parts of dk and dv; NATIVE
 # BY_WARP: places of barriers in their block (addresses.py), four each.
 KV_THERE = gl.constexpr(0)
 Q_THERE = gl.constexpr(4)
@@ -44,7 +45,7 @@ class Shared:
     these, side by side. lse, delta: [STAGES, TILE_M]. tags: [STAGES, 1]. lines: [LINES, 1].
     ds: [4, HALF, TILE_M], slot * 2 + consumer. ds_empty is for whoever computes dq to say.
     NAMED has fewer of these barriers, see backward_slots.py. block: address of all, BY_WARP.
-    jobs: [2, 4], see backward_jobs.py.
+    jobs: [2, 4], see backward_jobs.py. q_at, dout_at: addresses, NATIVE.
     """
 
     k: _Memory
@@ -67,11 +68,13 @@ class Shared:
     job_full: _Memory
     job_empty: _Memory
     block: gl.tensor
+    q_at: gl.tensor
+    dout_at: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
         self, k, v, q, dout, ds, lse, delta, tags, lines, jobs, kv_full, q_full, q_empty, do_full,
-        do_empty, ds_full, ds_empty, job_full, job_empty, block,
+        do_empty, ds_full, ds_empty, job_full, job_empty, block, q_at, dout_at,
     ):  # fmt: skip
         self.k, self.v, self.q, self.dout, self.ds = k, v, q, dout, ds
         self.lse, self.delta, self.tags, self.lines, self.jobs = lse, delta, tags, lines, jobs
@@ -79,7 +82,7 @@ class Shared:
         self.do_full, self.do_empty = do_full, do_empty
         self.ds_full, self.ds_empty = ds_full, ds_empty
         self.job_full, self.job_empty = job_full, job_empty
-        self.block = block
+        self.block, self.q_at, self.dout_at = block, q_at, dout_at
 
 
 @aggregate
@@ -152,7 +155,8 @@ def allocate(cfg: gl.constexpr):
     block = tags
     if BLOCK:
         block = addresses.new_block()
-    block_at = addresses.find(block, block, BLOCK, False)[0]
+    if not cfg.NATIVE:
+        block_at = addresses.find(block, block, BLOCK, False)[0]
     if cfg.NAMED < 1:
         q_empty = addresses.barriers(block, Q_LEFT, S, BLOCK)
         do_empty = addresses.barriers(block, DO_LEFT, S, BLOCK)
@@ -160,11 +164,19 @@ def allocate(cfg: gl.constexpr):
         ds_full = addresses.barriers(block, DS_THERE, 2, BLOCK)
     if cfg.NAMED < 3:
         ds_empty = addresses.barriers(block, DS_LEFT, 2, BLOCK)
+    k = gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * P, HALF, cfg.D], TILES)
+    v = gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * VP, HALF, cfg.DV], TILES)
+    q = gl.allocate_shared_memory(cfg.OPERAND, [S * P, M, cfg.D], TILES)
+    dout = gl.allocate_shared_memory(cfg.OPERAND, [S * VP, M, cfg.DV], TILES)
+    q_at, dout_at = 0, 0
+    if cfg.NATIVE:
+        block_at, q_at = addresses.find(block, q.index(0), BLOCK, True)
+        dout_at = addresses.find(block, dout.index(0), False, True)[1]
     mem = Shared(
-        gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * P, HALF, cfg.D], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [KV * 2 * VP, HALF, cfg.DV], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [S * P, M, cfg.D], TILES),
-        gl.allocate_shared_memory(cfg.OPERAND, [S * VP, M, cfg.DV], TILES),
+        k,
+        v,
+        q,
+        dout,
         gl.allocate_shared_memory(cfg.OPERAND, [4, HALF, M], TILES),
         gl.allocate_shared_memory(gl.float32, [S, M], ROWS),
         gl.allocate_shared_memory(gl.float32, [S, M], ROWS),
@@ -181,6 +193,8 @@ def allocate(cfg: gl.constexpr):
         tags if ALONE else addresses.barriers(block, JOBS_THERE, 2, BLOCK),
         tags if ALONE else addresses.barriers(block, JOBS_LEFT, 2, BLOCK),
         block_at,
+        q_at,
+        dout_at,
     )
     WARPS: gl.constexpr = 4 if cfg.BY_WARP else 1  # of a group that arrive
     for i in gl.static_range(KV):
@@ -312,11 +326,16 @@ def steps_in(at, part, total, cfg: gl.constexpr):
 @gluon.jit
 def leave(desc, tiles, first, panels, scale, place, WIDTH: gl.constexpr, cfg: gl.constexpr):
     """A consumer's dk or dv, scaled, to memory by way of its keys' or values' place from `first`
-    on. place = (b, h, first row)."""
+    on; NATIVE: parts of one tile. place = (b, h, first row)."""
     b, h, row = place
     for i in gl.static_range(len(panels)):
-        tiles.index(first + i).store((panels[i] * scale).to(cfg.OPERAND))
+        if cfg.NATIVE:
+            tile = tiles.index(first).slice(i * PART, PART, 1)
+        else:
+            tile = tiles.index(first + i)
+        tile.store((panels[i] * scale).to(cfg.OPERAND))
     fence_async_shared()
     barrier()
-    for i in gl.static_range(len(panels)):
+    TILES: gl.constexpr = 1 if cfg.NATIVE else len(panels)
+    for i in gl.static_range(TILES):
         async_store(desc, [b, h, row, i * WIDTH], box(tiles.index(first + i), HALF, WIDTH, cfg))

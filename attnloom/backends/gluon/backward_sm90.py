@@ -11,7 +11,10 @@ reductions 5% (H200, D=128 and 64).
     DQ_APART   dq by a third warpgroup; where registers allow it (D and Dv up to 64)
     EARLY      scores of the next step start before this step's exponentials (with DQ_APART)
     FOLD       S and dP start from -lse and -delta in place of 0; without a score_mod only
+    DV_EARLY   dv starts before dP is waited for
     DK_SHARED  dk takes dscore from shared memory, too: 16 registers fewer while dv is formed
+    NATIVE     dk, dv and dq have 96 columns, as the heads do, and not the 128 of a tile: products
+               written out as the forward's (forward_wide.py), dk and dv in three parts
     PREFETCH   what single scores look up is loaded a step ahead, into registers
     PERSISTENT one program a processor draws tiles, and copies for the next one are under way while
                dk and dv leave; otherwise a program has one tile
@@ -35,11 +38,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.backward_dq import (
     add_late_dq,
-    done_dq,
     dq_places,
+    dq_width,
+    finish_step,
     own_queries,
-    start_dq,
-    sums_before,
 )
 from attnloom.backends.gluon.backward_jobs import done_with_job, job_of, wait_for_job
 from attnloom.backends.gluon.backward_load import load_tiles
@@ -56,8 +58,10 @@ from attnloom.backends.gluon.backward_math import (
     weighted,
 )
 from attnloom.backends.gluon.backward_products import (
-    dk_done,
+    add_keys,
+    as_left,
     give_ds,
+    no_sums,
     slices,
     start_dp,
     start_scores,
@@ -65,7 +69,6 @@ from attnloom.backends.gluon.backward_products import (
 from attnloom.backends.gluon.backward_shared import (
     HALF,
     KEYS,
-    LINES,
     all_steps,
     allocate,
     find_tile,
@@ -79,12 +82,10 @@ from attnloom.backends.gluon.backward_shared import (
 )
 from attnloom.backends.gluon.backward_slots import (
     done_with_do,
-    done_with_ds,
     done_with_q,
     ds_is_there,
     end_slots,
     start_slots,
-    wait_for_ds,
     wait_for_gradients,
     wait_for_keys,
     wait_for_last_dq,
@@ -110,8 +111,6 @@ def _step(
     next one on return. ends: the first step after the tile, and after those of this context. kv:
     where the tile's keys lie."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
     SCORES: gl.constexpr = len(slices(cfg.COLUMNS))  # products of scores
     base, first = numbers[1], numbers[3]
     s, dk, dv, line_before, sums, pieces = state
@@ -134,20 +133,24 @@ def _step(
     p, rest = probabilities(
         s, context, sinks, pieces, corner, mem, n, rows, queries, keys, partial, numbers, cfg
     )
-    p_left = gl.convert_layout(p.to(cfg.OPERAND), gl.DotOperandLayout(0, DV, 2))
+    p_left = as_left(p.to(cfg.OPERAND), cfg.DV, cfg)
     weight = weighted(p, rest, cfg)
     following = 0
     if cfg.PREFETCH:
         wait_for_queries(mem, n + 1, more, cfg)
         following = _look_up_ahead(mem, n + 1, n + 1 < stop, context, first, cfg)
-    dp = warpgroup_mma_wait(SCORES if cfg.EARLY else 0, [dp])
+    if cfg.DV_EARLY:
+        dv = add_keys(p_left, mem.dout, mem.dout_at, slot, dv, cfg.DV, cfg)
+    LATER: gl.constexpr = (SCORES if cfg.EARLY else 0) + (1 if cfg.DV_EARLY else 0)
+    dp = warpgroup_mma_wait(LATER, [dp])
     dp = less_delta(dp, mem, slot, L, cfg)
     ds, sums = dscores(weight, dp, rest, sums, context, sinks, pieces, corner, queries, keys, cfg)
     ds = ds.to(cfg.OPERAND)
     ds_left = 0
     if not cfg.DK_SHARED:
-        ds_left = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
-    dv = warpgroup_mma(p_left, mem.dout.index(slot), dv, is_async=True)
+        ds_left = as_left(ds, cfg.D, cfg)
+    if not cfg.DV_EARLY:
+        dv = add_keys(p_left, mem.dout, mem.dout_at, slot, dv, cfg.DV, cfg)
     give_ds(mem, n, ds, which, cfg)
     if cfg.DK_SHARED:
         fence_async_shared()
@@ -156,7 +159,7 @@ def _step(
         ds_shared = mem.ds.index((n & 1) * 2 + which)
         dk = warpgroup_mma(ds_shared, mem.q.index(slot), dk, is_async=True)
     else:
-        dk = warpgroup_mma(ds_left, mem.q.index(slot), dk, is_async=True)
+        dk = add_keys(ds_left, mem.q, mem.q_at, slot, dk, cfg.D, cfg)
         fence_async_shared()
         ds_is_there(mem, n, which, cfg)
     line = line_before
@@ -175,23 +178,10 @@ def _step(
         done_with_q(mem, slot, cfg)
         s_next = warpgroup_mma_wait(0, [s_next])
     else:
-        # dv out of the way first: fewer operands in flight. Then dq of the step before, whose
-        # addition to memory runs under the next scores
-        before = n - 1
-        line = get(mem.lines.index(n & (LINES - 1)))
-        sums_of_dq = sums_before(dq_to, places, line_before, cfg)
-        dv, p_left = warpgroup_mma_wait(1, [dv, p_left])
-        done_with_do(mem, slot, cfg)
-        wait_for_queries(mem, n + 1, more, cfg)
-        wait_for_ds(mem, before, line_before >= 0, which, cfg)
-        dq = start_dq(mem, before, kv, sums_of_dq, which, cfg)
-        s_next = start_scores(mem, n + 1, base, kv + which, L, cfg)
-        dk, ds_left = dk_done(SCORES + 2, dk, ds_left, cfg)
-        done_with_q(mem, slot, cfg)
-        dq = warpgroup_mma_wait(SCORES, [dq])
-        done_with_ds(mem, before, line_before >= 0, which, cfg)
-        if line_before >= 0:
-            done_dq(dq_to, places, line_before, dq, which, cfg)
+        s_next, dk, dv, line = finish_step(
+            mem, n, (dk, dv), (ds_left, p_left), line_before, base, more, dq_to, places, kv, which,
+            cfg,
+        )  # fmt: skip
         s_next = warpgroup_mma_wait(0, [s_next])
     return s_next, dk, dv, line, sums, following
 
@@ -204,14 +194,12 @@ def _keys_of_tile(
     number after the last. descs: of dk and dv. mods = (arguments of score, of mask, sinks). sizes =
     (KV_LEN, q_offset, kv_offset)."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_M, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.D, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
     row = at.start + which * HALF
     keys = row + gl.arange(0, HALF, gl.SliceLayout(1, L))
     slot = keys_slot(num, cfg)
     kv = slot * 2
-    dk = gl.zeros([HALF, cfg.D], gl.float32, DK)
-    dv = gl.zeros([HALF, cfg.DV], gl.float32, DV)
+    dk = no_sums(cfg.D, cfg)
+    dv = no_sums(cfg.DV, cfg)
     score_args, mask_args, sinks = mods
     kv_len, q_offset, kv_offset = sizes
     factor, base, outgoing = scales
@@ -252,10 +240,12 @@ def _keys_of_tile(
     if cfg.PERSISTENT:
         tile, b, h, _ = job_of(mem, num)
         row = tile * KEYS + which * HALF
-    leave(descs[1], mem.v, kv + which, (dv,), 1.0, (b, h, row), cfg.DV, cfg)
+    if not cfg.NATIVE:
+        dk, dv = (dk,), (dv,)
+    leave(descs[1], mem.v, kv + which, dv, 1.0, (b, h, row), cfg.DV, cfg)
     # keys are read for dq of both halves
     wait_for_last_dq(mem, last, total > 0, which, cfg)
-    leave(descs[0], mem.k, kv + which, (dk,), outgoing, (b, h, row), cfg.D, cfg)
+    leave(descs[0], mem.k, kv + which, dk, outgoing, (b, h, row), cfg.D, cfg)
     if not cfg.LEAVES_LATE:
         tma.store_wait(0)
         if cfg.PERSISTENT:
@@ -266,8 +256,9 @@ def _keys_of_tile(
 @gluon.jit
 def _own_keys(mem, plan, mine, dq_to, descs, mods, scales, sizes, which, cfg: gl.constexpr):
     """What a consumer does. mine: see `load_tiles`; the others: see `_keys_of_tile`."""
-    WIDTH: gl.constexpr = cfg.D if cfg.DQ_APART else cfg.D // 2
-    places = dq_places(which * WIDTH, WIDTH, cfg)
+    WIDTH: gl.constexpr = dq_width(cfg)
+    first = 0 if WIDTH == cfg.D else which * WIDTH
+    places = dq_places(first, WIDTH, cfg)
     start_slots(mem, which, cfg)
     if cfg.PERSISTENT:
         n = 0

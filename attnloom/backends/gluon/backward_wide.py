@@ -72,10 +72,10 @@ def _start_dq(mem, n, which, cfg: gl.constexpr):
 def _start_dq_columns(mem, n, WHICH: gl.constexpr, cfg: gl.constexpr):
     P: gl.constexpr = cfg.PANELS
     k0, k1 = mem.k.index(2 * WHICH), mem.k.index(P + 2 * WHICH)
-    wide = dq_product(mem, n, k0, k1, 0, cfg.D, cfg)
+    wide = dq_product(mem, n, k0, k1, 0, 0, cfg.D, cfg)
     k0 = mem.k.index(1).slice(WHICH * MIDDLE, MIDDLE, dim=1)
     k1 = mem.k.index(P + 1).slice(WHICH * MIDDLE, MIDDLE, dim=1)
-    return wide, dq_product(mem, n, k0, k1, 0, MIDDLE, cfg)
+    return wide, dq_product(mem, n, k0, k1, 0, 0, MIDDLE, cfg)
 
 
 @gluon.jit

@@ -15,8 +15,10 @@ FEW_SPILLS = 32
 MAX_HEAD_DIM = 128
 KEYS = 128  # of a program
 STEP = 64  # queries of a step
+LONG_STEP = 128
 PANEL = 64  # columns, of heads in panels
 PANELS = 3
+NATIVE = 96  # columns
 SLICE = 16  # columns
 
 
@@ -26,7 +28,8 @@ class Form:
     (layouts.py). pieces: captured elements of single scores are read, and their gradients stored,
     16 bytes a thread (pieces.py); lines, streamed: as is said there; prefetch: a step ahead.
     named, by_warp: see backward_slots.py. trims: products that sum over columns leave out whole
-    slices past the heads'. The others: see backward_sm90.py and fields_backward.py.
+    slices past the heads'. step: queries of one. The others: see backward_sm90.py and
+    fields_backward.py.
     """
 
     stages: int
@@ -50,11 +53,17 @@ class Form:
     by_warp: bool = False
     trims: bool = False
     dk_shared: bool = False
+    dv_early: bool = False
+    step: int = STEP
+    native: bool = False
 
     def __post_init__(self) -> None:
         assert self.pieces or not (self.lines or self.streamed or self.prefetch)
         assert self.persistent or not self.sweeps
         assert not (self.dq_apart and (self.named > 2 or self.dk_shared))
+        assert self.step == STEP or not (self.dq_apart or self.sweeps or self.dk_shared)
+        assert self.trims or not self.native
+        assert not (self.native and (self.sweeps or self.dk_shared))
         assert not (self.named and self.by_warp)
 
     def columns(self, head_dim: int) -> int:
@@ -86,6 +95,21 @@ _WIDE_NAMED = replace(_WIDE_FOLD, named=3, trims=True)
 # The same at D=96: causal 4.27 -> 4.01 (4.13 by `trims` alone), without a mask 7.94 -> 7.47. What
 # does not trim spills more with it.
 _WIDE_TRIMMED = replace(_WIDE_FOLD_DRAWN, named=3, dk_shared=True)
+# H200, the same sizes, chip resting between calls; dv before dP is waited for: D=128, window of
+# 1,024 1.395 -> 1.387. Without a mask it changes nothing at D=128, whose named form stays.
+_WIDE_SOME = replace(_WIDE_FOLD_DRAWN, named=3, dv_early=True)
+# Steps of 128 queries: causal D=64 2.551 -> 2.341, and 2.457 where products start from -lse.
+_NARROW_LONG = replace(
+    _NARROW_NAMED, step=LONG_STEP, dq_apart=False, early=False, stages=2, registers=240, named=3,
+    dv_early=True, fold=False,
+)  # fmt: skip
+# D=96: causal 3.992 -> 3.669 (3.760 from -lse), without a mask 7.483 -> 6.791 (7.694 from 0).
+_NATIVE_DRAWN = replace(_WIDE_TRIMMED, dk_shared=False, native=True, dv_early=True, fold=False)
+_NATIVE_NAMED = replace(_WIDE_NAMED, native=True, dv_early=True)
+# What a form that spills more registers than these gives way to, before portable kernels. It was
+# timed with 4, and spills up to 15 under masks of more arithmetic, where the other has 4. The forms
+# for D=96 and windows spill no more than what they stand for under any mask that was compiled.
+_INSTEAD = {_NARROW_LONG: (8, _NARROW_NAMED)}
 
 
 def width_of(head_dim: int) -> int:
@@ -101,7 +125,9 @@ def form_for(
     learns: bool = False,
     sweeps: bool = False,
     sees_few: bool = False,
+    sees_some: bool = False,
     sees_many: bool = False,
+    long_steps: bool = False,
 ) -> Form:
     """The form of a problem.
 
@@ -111,7 +137,8 @@ def form_for(
         learns: captured tensors get gradients.
         sweeps: programs may sweep over heads, of scores that fold, with a mask.
         sees_few: of such a mask too, tiles of keys have few steps (few_keys.py).
-        sees_many: they have many, and the mask looks up nothing (few_keys.py).
+        sees_some, sees_many: they have more, or many, and the mask looks up nothing (few_keys.py).
+        long_steps: the mask's blocks are whole steps of LONG_STEP queries, of all heads alike.
     """
     narrow = max(width_of(head_dim), width_of(value_dim)) == 64
     if sweeps and may_mask and may_fold:
@@ -121,15 +148,29 @@ def form_for(
     if narrow:
         if not may_fold:
             return _NARROW
+        if may_mask and sees_many and long_steps:
+            return _NARROW_LONG
         return _NARROW_NAMED if may_mask else _NARROW_DRAWN
+    columns = [_WIDE_TRIMMED.columns(dim) for dim in (head_dim, value_dim)]
+    native = columns == [NATIVE, NATIVE]
     if may_mask and not learns:
         if not may_fold:
             return _WIDE_DRAWN
-        columns = max(_WIDE_TRIMMED.columns(head_dim), _WIDE_TRIMMED.columns(value_dim))
-        if columns < width_of(MAX_HEAD_DIM):
+        if native:
+            return _NATIVE_DRAWN
+        if max(columns) < width_of(MAX_HEAD_DIM):
             return _WIDE_TRIMMED
-        return _WIDE_LONG if sees_many else _WIDE_FOLD_DRAWN
-    return _WIDE_NAMED if may_fold else _WIDE
+        if sees_many:
+            return _WIDE_LONG
+        return _WIDE_SOME if sees_some else _WIDE_FOLD_DRAWN
+    if not may_fold:
+        return _WIDE
+    return _NATIVE_NAMED if native else _WIDE_NAMED
+
+
+def followed(form: Form) -> tuple[int, Form] | None:
+    """The registers that a form may spill, and what is tried where it spills more."""
+    return _INSTEAD.get(form)
 
 
 def form_in_panels(may_fold: bool) -> Form:

@@ -26,8 +26,9 @@ from attnloom.masking.transforms import outside
 # other, and 488 at 8,192, where it lost (H200).
 _MOST_KEYS = 256
 _MOST_KEYS_OF_FEW = 384
-# Arrivals by a lane of each warp gain 0.6% where queries see 4,160, and lose 0.8% in a window of
-# 1,024 with blocks of 1,144 (H200, D=128).
+# Where queries see 4,160 arrivals by a lane of each warp gain 0.6% at D=128, and steps of 128
+# queries 9% at D=64; in a window of 1,024 with blocks of 1,144 the former lose 0.8%, and the latter
+# were not timed (H200).
 _MANY_KEYS = 2048
 _MOST_IDLE = 0.1  # of the time that all processors have for heads, a whole one at a time
 _MOST_ROWS = 2**29  # a row of dq and two bits are one int32
@@ -57,11 +58,18 @@ def sees_few(call: AttentionCall) -> bool:
 
 
 def sees_many(call: AttentionCall) -> bool:
-    """Whether queries see so many keys that the form of long causal rows is for them."""
-    blocks, mask = call.blocks, call.mask
-    if blocks is None or mask is None or mask.tensors:
-        return False
-    return not _has_at_most(_MANY_KEYS, blocks)
+    """Whether queries see so many keys that the forms of long causal rows are for them."""
+    blocks = call.blocks
+    return blocks is not None and _is_by_position(call) and not _has_at_most(_MANY_KEYS, blocks)
+
+
+def sees_some(call: AttentionCall) -> bool:
+    """Whether the form of windows is for them."""
+    return call.blocks is not None and _is_by_position(call) and not sees_many(call)
+
+
+def _is_by_position(call: AttentionCall) -> bool:
+    return call.mask is not None and not call.mask.tensors
 
 
 def finer(call: AttentionCall) -> AttentionCall:

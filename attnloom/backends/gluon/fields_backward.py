@@ -61,7 +61,9 @@ class BackwardSm90Config(Sm90Config):
     DQ_APART: bool
     EARLY: bool
     FOLD: bool
+    DV_EARLY: bool
     DK_SHARED: bool
+    NATIVE: bool
     DQ_REGISTERS: int
     ROWS_APART: bool
     MASK_FIRST: bool
@@ -87,12 +89,14 @@ class BackwardSm90Config(Sm90Config):
 @dataclass(frozen=True, repr=False)
 class AroundConfig(KernelConfig):
     """What prepare_kernel and finish_kernel are compiled for. CHUNK: columns of Dv that are loaded
-    at a time. WIDTH: columns of dq's memory, of which a program puts COLUMNS in order. SWEEPS: dq
-    has no such memory; PER_BLOCK: tiles in a block of queries. OVERLAPS: see backward_around.py."""
+    at a time. WIDTH: columns of dq's memory, of which USED are and a program puts COLUMNS in order.
+    SWEEPS: dq has no such memory; PER_BLOCK: tiles in a block of queries. OVERLAPS: see
+    backward_around.py."""
 
     TILE_M: int
     CHUNK: int
     WIDTH: int
+    USED: int
     COLUMNS: int
     D: int
     DV: int
@@ -107,14 +111,20 @@ class AroundConfig(KernelConfig):
 
 
 def around_config(
-    operands: Operands, width: int, sweeps: bool = False, overlaps: bool = False
+    operands: Operands,
+    width: int,
+    sweeps: bool = False,
+    overlaps: bool = False,
+    used: int | None = None,
 ) -> AroundConfig:
+    used = width if used is None else used
     value_dim, blocks = operands.value.size(3), operands.call.blocks
     return AroundConfig(
         TILE_M=STEP,
         CHUNK=min(64, max(16, triton.next_power_of_2(value_dim))),
         WIDTH=width,
-        COLUMNS=PANEL,
+        USED=used,
+        COLUMNS=finished_columns(used),
         D=operands.query.size(3),
         DV=value_dim,
         HAS_DLSE=operands.dlse is not None,
@@ -124,6 +134,11 @@ def around_config(
         USE_TMA=False,
         ALIGNED=is_aligned(operands.out) and is_aligned(operands.dout),
     )
+
+
+def finished_columns(used: int) -> int:
+    """Of dq, by a program of finish_kernel."""
+    return PANEL if used % PANEL == 0 else PANEL // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +209,7 @@ def main_config(
     may_mask = call.mask is not None or has_tail
     exact = call.options.exact_math
     widths = width_of(query.size(3)), width_of(value.size(3))
-    target = score_target(call, form, STEP, form.streamed)
+    target = score_target(call, form, form.step, form.streamed)
     shared = shared_fields(
         call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target,
         prefetch=form.prefetch, along=_along(call, form, widths),
@@ -205,12 +220,12 @@ def main_config(
         shared |= gradient_fragment(mods.inner, target, exact, mods.sinks)
     return BackwardSm90Config(
         **shared,
-        TILE_M=STEP,
+        TILE_M=form.step,
         PANELS=1,
         VALUE_PANELS=1,
         COLUMNS=form.columns(query.size(3)),
         VALUE_COLUMNS=form.columns(value.size(3)),
-        SUB=1 if blocks is None else per_block(blocks.q_block, STEP),
+        SUB=1 if blocks is None else per_block(blocks.q_block, form.step),
         TILES_PER_BLOCK=1 if blocks is None else per_block(blocks.kv_block, KEYS),
         SAME_LISTS=same_lists,
         PERSISTENT=form.persistent,
@@ -227,7 +242,9 @@ def main_config(
         DQ_APART=form.dq_apart,
         EARLY=form.early,
         FOLD=form.fold,
+        DV_EARLY=form.dv_early,
         DK_SHARED=form.dk_shared,
+        NATIVE=form.native,
         REGISTERS=form.registers,
         DQ_REGISTERS=form.dq_registers,
         ROWS_APART=form.rows_apart and _looks_up_queries(call.mask),

@@ -74,20 +74,21 @@ def backward(
 
 
 def _run_known(operands: Operands) -> Gradients | None:
-    """With what was chosen for such a problem, or is now; None if it spills."""
+    """With what was chosen for such a problem, or is now; None if all forms spill."""
     key = ready_backward.key_of(operands)
     seen, ready = ready_backward.remembered(key)
     if seen:
         return None if ready is None else _run(operands, ready)
     wait_for_all()
     mods = Mods.of(operands.call, has_first_numbers(operands.call))
-    ready = ready_backward.prepare(operands, ready_backward.form_of(operands), mods)
-    found = _run(operands, ready)
-    if ready.main.spills > FEW_SPILLS:
-        ready_backward.remember(key, None)
-        return None
-    ready_backward.remember(key, ready)
-    return found
+    for form, most in ready_backward.forms_of(operands):
+        ready = ready_backward.prepare(operands, form, mods)
+        found = _run(operands, ready)
+        if ready.main.spills <= (FEW_SPILLS if most is None else most):
+            ready_backward.remember(key, ready)
+            return found
+    ready_backward.remember(key, None)
+    return None
 
 
 def backward_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ from attnloom.backends.gluon.backward_around import finish_kernel, prepare_kerne
 from attnloom.backends.gluon.backward_sm90 import backward_kernel
 from attnloom.backends.gluon.configs_backward import (
     KEYS,
+    LONG_STEP,
     MAX_HEAD_DIM,
-    PANEL,
     STEP,
     Form,
+    followed,
     form_for,
     width_of,
 )
@@ -26,6 +28,7 @@ from attnloom.backends.gluon.fields_backward import (
     Mods,
     adds_in_each_step,
     around_config,
+    finished_columns,
     main_config,
     tells_heads_apart,
 )
@@ -117,8 +120,8 @@ def slower(call: AttentionCall) -> str | None:
         )
     if adds_in_each_step(call):
         return "gradients of captured tensors are added to in every step."
-    form = _form_of(call)
-    return slower_keys(call) or (None if form.persistent and form.fold else coarse(call))
+    draws = may_fold(call) and _form_of(call).persistent
+    return slower_keys(call) or (None if draws else coarse(call))
 
 
 def slower_keys(call: AttentionCall) -> str | None:
@@ -170,19 +173,32 @@ def programs_of(form: Form, key: torch.Tensor) -> int:
     return min(drawn, configs.device_of(key.device).num_processors)
 
 
-def _pitch(query: torch.Tensor) -> int:
+def _pitch(query: torch.Tensor, step: int = STEP) -> int:
     """Q_LEN in whole steps."""
-    return -(-query.size(2) // STEP) * STEP
+    return -(-query.size(2) // step) * step
 
 
-def _lines(query: torch.Tensor) -> int:
-    """Rows of all heads, and of the step that is nobody's."""
-    return query.size(0) * query.size(1) * _pitch(query) + STEP
+def _lines(query: torch.Tensor, step: int = STEP) -> int:
+    """Rows of all heads, and STEP that are nobody's. A longer step there has zeros for the other
+    statistics, as copies have them past a tensor's end, for queries and gradients that are zeros:
+    it adds nothing to dk and dv."""
+    return query.size(0) * query.size(1) * _pitch(query, step) + STEP
 
 
-def finish_programs(lines: int, width: int) -> int:
-    """Programs of finish_kernel."""
-    return lines // STEP * (width // PANEL)
+def finish_programs(lines: int, used: int) -> int:
+    """Programs of finish_kernel. used: columns of dq's memory."""
+    return lines // STEP * (used // finished_columns(used))
+
+
+def forms_of(operands: Operands) -> Iterator[tuple[Form, int | None]]:
+    """The form of a problem and those that are tried where it spills, with the registers that each
+    may spill; None: as many as any form may."""
+    form = form_of(operands)
+    while (then := followed(form)) is not None:
+        most, following = then
+        yield form, most
+        form = following
+    yield form, None
 
 
 def form_of(operands: Operands) -> Form:
@@ -199,8 +215,15 @@ def _form_of(call: AttentionCall) -> Form:
         learns=call.learns,
         sweeps=few_keys.sweeps(call),
         sees_few=few_keys.sees_few(call),
+        sees_some=few_keys.sees_some(call),
         sees_many=few_keys.sees_many(call),
+        long_steps=_has_long_steps(call),
     )
+
+
+def _has_long_steps(call: AttentionCall) -> bool:
+    blocks = call.blocks
+    return blocks is not None and blocks.q_block % LONG_STEP == 0 and not tells_heads_apart(call)
 
 
 def may_fold(call: AttentionCall) -> bool:
@@ -211,23 +234,26 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
     """Everything of a backward that does not change from call to call."""
     query, key, value, dout = operands.inputs
     batch, heads, q_len, head_dim = query.shape
-    lines, width = _lines(query), width_of(head_dim)
+    step, width = form.step, width_of(head_dim)
+    lines, pitch = _lines(query, step), _pitch(query, step)
+    used = form.columns(head_dim) if form.native else width
     value_width = width_of(value.size(3))
     overlaps = configs.device_of(query.device).can_overlap
-    around = around_config(operands, width, form.sweeps, overlaps)
+    around = around_config(operands, width, form.sweeps, overlaps, used)
     main = main_config(operands, form, mods, overlaps)
     beside = {"num_warps": 4} | ({"launch_pdl": True} if overlaps else {})
     programs, finish = programs_of(form, key), None
-    sum_lines = lines
+    # a step that is nobody's is added to memory as well
+    sum_lines = lines + step - STEP
     if form.sweeps:
         assert operands.call.blocks is not None
         sum_lines = programs * (most_rows(operands.call.blocks) + STEP)
     else:
-        programs_after = finish_programs(lines - STEP, width)
+        programs_after = finish_programs(lines - STEP, used)
         finish = Launcher(finish_kernel, around, programs_after, beside)
     boxes = (
-        (query, STEP, width),
-        (dout, STEP, value_width),
+        (query, step, width),
+        (dout, step, value_width),
         (key, KEYS // 2, width),
         (value, KEYS // 2, value_width),
         (operands.dk, KEYS // 2, width),
@@ -238,14 +264,14 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
         Launcher(backward_kernel, main, programs, beside),
         finish,
         tuple(Blank.of(tensor, n, w) for tensor, n, w in boxes),
-        blank_statistics(lines, query.device),
+        blank_statistics(lines, query.device, step),
         lines,
         sum_lines,
         width,
         mods.scales,
-        pack_ints((heads, q_len, _pitch(query), batch * heads)),
-        pack_ints(main_shape(operands, _pitch(query))),
-        pack_ints([step for t in (operands.out, dout) for step in steps(t)]),
+        pack_ints((heads, q_len, pitch, batch * heads)),
+        pack_ints(main_shape(operands, pitch)),
+        pack_ints([stride for t in (operands.out, dout) for stride in steps(t)]),
     )
 
 
@@ -257,10 +283,10 @@ def keys_together(key: torch.Tensor) -> int:
     return max(1, processors // -(-key.size(2) // KEYS))
 
 
-def blank_statistics(lines: int, device: torch.device) -> Blank:
-    """Of [2, lines] numbers, STEP at a time."""
+def blank_statistics(lines: int, device: torch.device, step: int = STEP) -> Blank:
+    """Of [2, lines] numbers, those of a step at a time."""
     stats = torch.empty(2, lines, dtype=torch.float32, device=device)
-    found = TensorDescriptor(stats, [2, lines], [lines, 1], [1, STEP], _ROWS)
+    found = TensorDescriptor(stats, [2, lines], [lines, 1], [1, step], _ROWS)
     found.base = None
     return Blank(found)
 
@@ -301,7 +327,7 @@ def key_of(operands: Operands) -> tuple[Any, ...]:
     alike = blocks is None or blocks.num_batches * blocks.num_heads == 1
     form = _form_of(operands.call)
     # by numbers of blocks, which the signature has not
-    counted = form.sweeps, form.leaves_late, form.by_warp
+    counted = form.sweeps, form.leaves_late, form.by_warp, form.dv_early
     return operands.signature, operands.call.scale, has_first_numbers(operands.call), alike, counted
 
 
