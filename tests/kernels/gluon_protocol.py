@@ -198,7 +198,7 @@ class Launch:
             raise ProtocolError(f"pieces of keys from {pieces} on serve those from {keys[0]} on")
         return s
 
-    def _masked(self, s: Any, _: Any, mem: Any, n: int, keys: Vec, *rest: Any) -> Any:
+    def _masked(self, s: Any, _: Any, mem: Any, n: int, __: Any, keys: Vec, *rest: Any) -> Any:
         if self.cfg.NUM_COLUMNS:
             (found,) = forward_columns.read_columns(mem, n, None, self.cfg)
             if isinstance(found, Nothing) or [*found] != [*keys]:

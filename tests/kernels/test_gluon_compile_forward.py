@@ -185,6 +185,23 @@ def test_warps_of_a_consumer_do_not_meet_in_a_step(D: int, consumers: int) -> No
         assert not re.search(r"\tbar(?:rier)?\.", step)
 
 
+def sinks(b, h, q, kv):
+    return (q >= kv) & ((q - kv < 130) | (kv < 4))
+
+
+@pytest.mark.parametrize(("D", "mask"), [(64, sinks), (128, sinks), (128, near)])
+def test_a_masks_columns_are_literals(D: int, mask: Any) -> None:
+    """Positions of keys took 32 registers, and sinks spilled 664 bytes a thread at D=64."""
+    with mock.patch.object(launch_forward, "has_few_steps", lambda call: False):
+        found = compiled(call_of(D, None, mask))
+    assert found.serialised == ()
+    assert found.spills == 0
+    columns = {
+        abs(int(number)) for number in re.findall(r"setp\.[gl][te]\.s32.*, (-?\d+);", found.text)
+    }
+    assert len(columns) >= 32
+
+
 FIRST_CALLS = [(128, softcap, causal), (64, None, causal), (96, None, None), (192, softcap, causal)]
 FIRST_CALLS += [(256, None, causal), (128, None, documents), (64, alibi, documents)]
 

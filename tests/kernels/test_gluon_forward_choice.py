@@ -85,7 +85,7 @@ def test_keys_are_waited_for_ahead_where_that_gained() -> None:
 def test_slots_have_named_barriers_where_that_gained(mask: Any) -> None:
     named = {D for D in DIMS if first(D, mask).named}
     assert named == ({96, 192, 256} if mask is None else {96, 128, 192, 256})
-    assert {D for D in DIMS if first(D, mask).by_warp} == ({64, 128} if mask is None else set())
+    assert {D for D in DIMS if first(D, mask).by_warp} == ({64, 128} if mask is None else {64})
     scored = {D for D in DIMS if first(D, mask, capped).named}
     assert scored == {96, 128, 192, 256}
 
@@ -178,3 +178,16 @@ def test_warps_leave_out_multiplications_by_one_where_that_gained(mask: Any) -> 
 def test_mods_that_nobody_timed_so_have_the_other_forms(D: int, mask: Any, score: Any) -> None:
     first = in_order(call_of(D, mask, score))[0]
     assert (first.q_kept, first.lazy, first.late, first.by_lane) == (0, False, False, False)
+
+
+def test_consumers_take_turns_at_heads_of_64_under_masks_of_edges_alone() -> None:
+    def remainders(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & ((q - kv) % 7 != 3)
+
+    def turns(D: int, mask: Any) -> list[bool]:
+        with device_is("sm_90"):
+            return [form.turns for form in in_order(call_of(D, mask, length=8 * LENGTH))]
+
+    assert turns(64, causal) == [True, False, False, False]
+    assert turns(64, remainders) == [False, False, False]
+    assert not any(turns(64, None) + turns(128, causal))

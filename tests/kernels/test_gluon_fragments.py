@@ -24,7 +24,7 @@ from attnloom.backends.gluon import emit, fragments  # noqa: E402
 from attnloom.backends.triton.arguments import bind  # noqa: E402
 from attnloom.backends.triton.config import KernelConfig  # noqa: E402
 from attnloom.backends.triton.emit import Target  # noqa: E402
-from attnloom.ir.node import BoundProgram, DType  # noqa: E402
+from attnloom.ir.node import Axes, BoundProgram, DType  # noqa: E402
 from attnloom.ir.passes.simplify import simplify  # noqa: E402
 from attnloom.trace.tracer import trace_mask, trace_score  # noqa: E402
 from benchmarks.signatures import type_of  # noqa: E402
@@ -44,6 +44,7 @@ class ProbeConfig(KernelConfig):
     F_COLUMN: JITFunction
     F_BODY: JITFunction
     F_PIECES: JITFunction | None
+    F_EDGES: JITFunction | None
 
     __hash__ = KernelConfig.__hash__
 
@@ -64,14 +65,20 @@ def probe(out, args, cfg: gl.constexpr):
         pieces = cfg.F_PIECES(args, head, b, h, b * 64, h * 64, 64, cfg.QX)
         s = cfg.F_BODY(args, head, row, column, b, h, q, k, pieces, s, cfg.QX)
     else:
-        keep = cfg.F_BODY(args, head, row, column, b, h, q, k, cfg.QX)
+        place = gl.arange(0, 64, gl.SliceLayout(0, L))
+        if cfg.QX == 1:
+            edges = cfg.F_EDGES(args, head, row, b, h, q, 0, b, True)
+        else:
+            edges = cfg.F_EDGES(args, head, column, b, h, k, 0, b, True)
+        keep = cfg.F_BODY(args, head, row, column, edges, b, h, q, k, place, cfg.QX, True)
         s = gl.where(keep, s, float("-inf"))
     gl.store(places, s)
 
 
 def front_end(fragment: fragments.Fragment, bound: BoundProgram, QX: int, is_score: bool) -> Any:
     """The probe's module as Gluon's front end makes it; raises where it refuses."""
-    parts = (fragment.head, fragment.row, fragment.column, fragment.body, fragment.pieces)
+    parts = (fragment.head, fragment.row, fragment.column, fragment.body)
+    parts += (fragment.pieces, fragment.edges)
     arguments = (torch.empty(64, 64), bind(bound), ProbeConfig(QX, is_score, *parts))
     signature = {n: type_of(a) for n, a in zip(probe.arg_names, arguments, strict=True)}
     signature["cfg"] = "constexpr"
@@ -97,12 +104,13 @@ def test_score(name: str, QX: int, wide: bool) -> None:
     assert "tt.func" in str(front_end(fragment, bound, QX, True))
 
 
-@pytest.mark.parametrize(("QX", "wide"), [(1, False), (0, True)])
+@pytest.mark.parametrize(("QX", "wide"), [(1, False), (0, False), (0, True)])
 @pytest.mark.parametrize("name", list(MASK_MODS))
 def test_mask(name: str, QX: int, wide: bool) -> None:
     bound = trace_mask(MASK_MODS[name](), CPU)
     bound = BoundProgram(simplify(bound.program), bound.tensors, bound.numbers)
-    fragment = fragments.mask_fragment(bound.program, Target(True, wide, False))
+    target, along = Target(True, wide, False, near=not wide), Axes.KV if QX else Axes.Q
+    fragment = fragments.mask_fragment(bound.program, target, along)
     assert "tt.func" in str(front_end(fragment, bound, QX, False))
 
 

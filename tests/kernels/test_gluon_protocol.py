@@ -19,6 +19,7 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     cfg = SimpleNamespace(
         CONSUMERS=consumers, WARPS=4, ROWS=4, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2,
         PANELS=1, D=64, DV=64, Q_KEPT=0, REST=0, WIDE=False, NAMED=False, BY_WARP=False,
+        TURNS=False,
         BY_LANE=False, LATE=False, AHEAD=False, PACKED=False, OVERLAP=consumers < 3, OUT_IN_Q=False,
         PREFETCH=False, OPERAND=None, SUB=1, HAS_LISTS=True, APART=consumers == 3,
         HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=False, MAY_MASK=True,
@@ -37,6 +38,8 @@ PLAIN |= {"MAY_BE_EMPTY": False, "NUM_COLUMNS": 0, "APART": False}
 FIVE_PANELS = {"PANELS": 3, "KEY_PANELS": 5, "Q_STAGES": 1, "OUT_IN_Q": True, "AHEAD": True}
 FIVE_PANELS |= {"LATE": True, "WIDE": True}
 EIGHT = {"WARPS": 8, "ROWS": 8, "BY_WARP": True, "OVERLAP": False}
+THREE_IN_TURN = {"OVERLAP": True, "AHEAD": True, "PACKED": True, "LATE": True}
+THREE_IN_TURN |= {"BY_WARP": True, "TURNS": True, "STAGES": 4, "LOG_STAGES": 2}
 QUICK = {"LATE": False, "AHEAD": False, "WIDE": False} | EIGHT
 FORMS = {
     "two consumers": form(),
@@ -104,6 +107,11 @@ FORMS = {
         BY_WARP=True,
         WIDE=True,
     ),
+    "turns": form(2, BY_WARP=True, TURNS=True),
+    "turns, three consumers": form(3, **THREE_IN_TURN),
+    "turns, apart": form(3, APART=True, **THREE_IN_TURN),
+    "turns, no mask": form(3, **THREE_IN_TURN, **PLAIN),
+    "turns, no columns": form(3, **THREE_IN_TURN, NUM_COLUMNS=0),
     "quick": form(1, **EIGHT),
     "quick, apart": form(1, APART=True, **EIGHT),
     "quick, one tile of queries": form(1, OUT_IN_Q=True, Q_STAGES=1, **EIGHT),
@@ -289,6 +297,20 @@ def keys_left_early_by_warp(names: dict[str, Any]) -> dict[str, Any]:
     return {"scores": scores, **values_alone_left(names)}
 
 
+def turn_kept(names: dict[str, Any]) -> dict[str, Any]:
+    """The second consumer does not say that its products are issued."""
+
+    def pass_turn(consumer, cfg):
+        if consumer != 1:
+            names["pass_turn"](consumer, cfg)
+
+    return {"pass_turn": pass_turn}
+
+
+def nobody_begins(names: dict[str, Any]) -> dict[str, Any]:
+    return {"first_turn": lambda *_: None}
+
+
 def a_lane_for_all_warps(names: dict[str, Any]) -> dict[str, Any]:
     """Arrivals are counted by consumer, as if its warps had met."""
 
@@ -337,6 +359,13 @@ def readers_forgotten(names: dict[str, Any]) -> dict[str, Any]:
             form(BY_WARP=True),
             late_values_by_warp,
             "used|copied over|more often|columns|computed|every",
+        ),
+        (form(3, **THREE_IN_TURN), turn_kept, "every warp waits"),
+        (form(3, **THREE_IN_TURN), nobody_begins, "every warp waits"),
+        (
+            form(3, **THREE_IN_TURN),
+            late_values_by_warp,
+            "used|copied|more often|columns|computed|every",
         ),
         (form(NAMED=True), readers_forgotten, "sees|more often|copied over|every warp"),
         (form(**FIVE_PANELS, NUM_COLUMNS=0), last_panel_early, "used|copied|more often"),

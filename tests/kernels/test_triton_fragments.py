@@ -18,11 +18,12 @@ import torch
 pytest.importorskip("triton")
 
 from attnloom.backends.gluon import emit as gluon_emit
+from attnloom.backends.gluon.emit_mask import emit_mask as gluon_mask
 from attnloom.backends.triton import emit, emit_grad, emit_ranges, fragments
 from attnloom.backends.triton.emit import Target
 from attnloom.errors import TraceError
 from attnloom.ir.builder import Builder
-from attnloom.ir.node import DType, Program
+from attnloom.ir.node import Axes, DType, Program
 from attnloom.trace.tracer import trace_mask, trace_score
 from tests.kernels.test_cache_safety_compiler import Loud, LoudFloat
 
@@ -43,7 +44,8 @@ SCORE_WRITERS: dict[str, Callable[[Program], str]] = {
 MASK_WRITERS: dict[str, Callable[[Program], str]] = {
     "triton": lambda p: emit.module_text(emit.emit_mask(p, Target())),
     "ranges": lambda p: emit_ranges.emit_ranges(p, Target()),
-    "gluon": lambda p: gluon_emit.emit_mask(p, Target(True)),
+    "gluon": lambda p: gluon_mask(p, Target(True)),
+    "gluon, edges": lambda p: gluon_mask(p, Target(True, near=True), Axes.KV),
 }
 
 

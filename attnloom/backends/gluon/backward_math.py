@@ -123,14 +123,15 @@ def rows_ahead(context, row, q_offset, cfg: gl.constexpr):
 
 
 @gluon.jit
-def hidden(s, context, rows, queries, keys, partial, numbers, cfg: gl.constexpr):
+def hidden(s, context, rows, row, queries, keys, partial, numbers, cfg: gl.constexpr):
     """Raw scores, those that the mask leaves out -inf; MASK_FIRST."""
     if cfg.MASK_FIRST:
         if partial:
             _, _, kv_len, _, q_offset, kv_offset = numbers
             s = masked(
-                s, float("-inf"), context, rows, queries, keys, (q_offset, kv_offset), kv_len, cfg
-            )
+                s, float("-inf"), context, rows, row, queries, keys, (q_offset, kv_offset), kv_len,
+                cfg,
+            )  # fmt: skip
     return s
 
 
@@ -152,7 +153,9 @@ def probabilities(
     p = exp2_fast(exponent)
     if cfg.MAY_MASK and not cfg.MASK_FIRST:
         if partial:
-            p = masked(p, 0.0, context, rows, queries, keys, (q_offset, kv_offset), kv_len, cfg)
+            p = masked(
+                p, 0.0, context, rows, corner[0], queries, keys, (q_offset, kv_offset), kv_len, cfg
+            )
     return p, rest
 
 
@@ -177,8 +180,11 @@ def weighted(p, slope, cfg: gl.constexpr):
 
 
 @gluon.jit
-def masked(p, less: gl.constexpr, context, rows, queries, keys, offsets, kv_len, cfg: gl.constexpr):
-    """p where the mask holds and keys exist, else `less`. offsets: of the mask's positions."""
+def masked(
+    p, less: gl.constexpr, context, rows, first, queries, keys, offsets, kv_len, cfg: gl.constexpr
+):
+    """p where the mask holds and keys exist, else `less`. first: query. offsets: of the mask's
+    positions."""
     if cfg.HAS_MASK:
         b, h, _, mask_ctx, _, _ = context
         args, head, column = mask_ctx
@@ -187,10 +193,17 @@ def masked(p, less: gl.constexpr, context, rows, queries, keys, offsets, kv_len,
             row = bi.laid_out(rows, queries.type.layout)
         else:
             row = cfg.MASK_ROW(args, head, b, h, q)
-        p = gl.where(cfg.MASK_BODY(args, head, row, column, b, h, q, kv, 0), p, less)
-    if cfg.HAS_TAIL:
-        p = gl.where((keys < kv_len)[:, None], p, less)
-    return p
+        edges = cfg.MASK_EDGES(args, head, column, b, h, kv, first + offsets[0], 0, False)
+        place = gl.arange(0, cfg.TILE_M, queries.type.layout)
+        keep = cfg.MASK_BODY(args, head, row, column, edges, b, h, q, kv, place, 0, False)
+        if cfg.HAS_TAIL:
+            keep = keep & (keys < kv_len)[:, None]
+        if cfg.MASK_JOINS or cfg.HAS_TAIL:
+            return bi.chosen(keep, p, less)
+        else:
+            return gl.where(keep, p, less)
+    else:
+        return gl.where((keys < kv_len)[:, None], p, less)
 
 
 @gluon.jit

@@ -124,7 +124,7 @@ def _step(
     if not cfg.PREFETCH:
         pieces = look_up(context, corner, cfg)
     rows = rows_ahead(context, row, numbers[4], cfg)
-    s = hidden(s, context, rows, queries, keys, partial, numbers, cfg)
+    s = hidden(s, context, rows, row, queries, keys, partial, numbers, cfg)
     wait_for_gradients(mem, n, cfg)
     dp = start_dp(mem, n, kv + which, L, cfg)
     if cfg.EARLY:

@@ -135,6 +135,24 @@ def exp2_fast(x):
     )
 
 
+_CHOSEN = gl.constexpr("""{
+.reg .pred keep;
+setp.ne.b32 keep, $2, 0;
+selp.f32 $0, $1, $3, keep;
+}""")
+
+
+@gluon.jit
+def chosen(keep, x, less: gl.constexpr):
+    """x where all of several conditions hold, else `less`. Written as `where`, LLVM makes a
+    selection for each of them; so the assembler joins them in the comparisons (Triton 3.6)."""
+    keep = gl.where(keep, gl.full(x.shape, 1, gl.int32, x.type.layout), 0)
+    less = gl.full(x.shape, less, gl.float32, x.type.layout)
+    return gl.inline_asm_elementwise(
+        _CHOSEN, "=f,f,r,f", [x, keep, less], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 @gluon.jit
 def meet(number, threads: gl.constexpr):
     """A partition waits at a named barrier until `threads` have passed, its own included."""

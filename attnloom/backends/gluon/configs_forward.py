@@ -33,6 +33,7 @@ class Form:
     cut: the product q . k^T takes 64 columns of a tile of 128, and of the others those that D uses.
     named: slots of keys and values are given back by named barriers (rings.py).
     by_warp: they and queries by a lane of each warp, and all threads wait (addresses.py).
+    turns: consumers issue the products of a step one after the other (rings.py).
     wide: p . v is one product of three parts of the output (forward_wide.py): of its panels, or of
         32 columns each where D and Dv are 65 to 96.
     key_panels: that keys have room for, fewer than `stages` tiles have; 0: as many.
@@ -63,6 +64,7 @@ class Form:
     cut: bool = False
     named: bool = False
     by_warp: bool = False
+    turns: bool = False
     wide: bool = False
     key_panels: int = 0
     programs: int = 1
@@ -79,6 +81,7 @@ class Form:
         assert not self.key_panels or self._is_short_ring()
         assert not (self.named or self.by_warp) or self.stages <= _RING
         assert not (self.named and self.by_warp)
+        assert not self.turns or (self.by_warp and self.overlap and self.consumers > 1)
 
     def _is_short_ring(self) -> bool:
         """Room for a step and two panels of the next, whose third waits for the step to be over."""
@@ -196,9 +199,14 @@ _PLAIN: dict[int, tuple[Form, ...]] = {
     ),
 }  # fmt: skip
 # In place of those where a mask has blocks: at D=128 and 256 keys waited for ahead, which loses
-# without one. H200, causal: D=128 0.970 -> 1.016 of FA4's speed, D=256 1.120 of cuDNN's.
+# without one; at D=64, for masks of edges alone (emit_mask.py), one consumer's products after the
+# other's, by warp, and the output multiplied late: of what is in use for other masks 0.993, 1.019
+# and 1.027. H200, causal: D=128 0.970 -> 1.016 of FA4's speed, D=256 1.120 of cuDNN's.
 _PLAIN_MASKED: dict[int, tuple[Form, ...]] = {
-    64: (replace(_PLAIN[64][0], by_warp=False),),
+    64: (
+        replace(_PLAIN[64][0], late=True, turns=True),
+        replace(_PLAIN[64][0], by_warp=False),
+    ),
     128: (replace(_PLAIN[128][0], by_warp=False, named=True, ahead=True),),
     256: (replace(_PLAIN[256][0], ahead=True),),
     UP_TO_96: (replace(_WIDE_96, named=True), *_PLAIN[UP_TO_96][1:]),
@@ -275,7 +283,7 @@ def quick(form: Form) -> Form | None:
     return replace(
         form, consumers=1, warps=8, named=False, by_warp=True, wide=False, overlap=False,
         late=False, ahead=False, packed=False, q_kept=0, registers=240, load_registers=24,
-        column_registers=(232, 40), hasty=True,
+        column_registers=(232, 40), turns=False, hasty=True,
     )  # fmt: skip
 
 

@@ -22,30 +22,33 @@ _IMPORTS = (
     "from attnloom.backends.gluon import builtins as bi\n"
     "from attnloom.backends.gluon import pieces as pc\n"
 )
-_HEAD, _ROW, _COLUMN, _SCORE = range(4)
+_HEAD, ROW, _COLUMN, SCORE = range(4)
 
 
 class LevelWriter(Writer):
     """Writes head, row, column and body of a program, each with values of its own level."""
 
-    deepest = _SCORE
+    deepest = SCORE
 
     def __init__(self, program: Program, prefix: str, target: Target) -> None:
         super().__init__(program, prefix, target)
-        self.column = [i for i in self.across if self.levels[i] == _COLUMN]
         self.in_pieces: list[int] = []
+
+    def find_across(self) -> None:
+        super().find_across()
+        self.column = [i for i in self.across if self.levels[i] == _COLUMN]
 
     @staticmethod
     def level_of(axes: Axes) -> int:
         """0: head, 1: row, 2: column, 3: score."""
-        return (_COLUMN if axes & Axes.KV else _HEAD) + (_ROW if axes & Axes.Q else _HEAD)
+        return (_COLUMN if axes & Axes.KV else _HEAD) + (ROW if axes & Axes.Q else _HEAD)
 
     def outer(self) -> tuple[str, str, str]:
         """head, row and column."""
         head = self._unpack("head")
         return (
             self._function("head", "args, b, h", self._hoisted(_HEAD), self.head),
-            self._function("row", "args, head, b, h, q", head + self._hoisted(_ROW), self.row),
+            self._function("row", "args, head, b, h, q", head + self._hoisted(ROW), self.row),
             self._function(
                 "column", "args, head, b, h, kv", head + self._hoisted(_COLUMN), self.column
             ),
@@ -76,7 +79,7 @@ class LevelWriter(Writer):
         """Whether a load reads what is whole pieces along kv in memory, with other indices that
         are computed from positions and values of the head."""
         node = self.program.nodes[i]
-        if node.op != "load" or self.levels[i] != _SCORE or self._is_inside_loop(i):
+        if node.op != "load" or self.levels[i] != SCORE or self._is_inside_loop(i):
             return False
         along = self._along_keys(i)
         others = [d for d in range(len(node.args)) if d != along]
@@ -101,7 +104,7 @@ class LevelWriter(Writer):
         return bool(self.program.axes[i] & (Axes.R0 | Axes.R1 | Axes.R2 | Axes.R3))
 
     def _is_row_index(self, i: int) -> bool:
-        return self.levels[i] in (_HEAD, _ROW) and all(
+        return self.levels[i] in (_HEAD, ROW) and all(
             self.program.nodes[j].op not in ("load", "reduce") for j in self._above_head([i])
         )
 
@@ -165,13 +168,13 @@ class LevelWriter(Writer):
         """What depends on queries and keys together; q, kv and outer values come unexpanded."""
         (output,) = self.program.outputs
         result = self._name(output)
-        if "score" in inputs and self.levels[output] != _SCORE:
+        if "score" in inputs and self.levels[output] != SCORE:
             # a score_mod that ignores the score: what it gives takes the shape of one
             result = f"tl.where(score > float('inf'), score, {result})"
         return self._define(
             "body",
             f"args, head, row, column, b, h, q, kv{inputs}, QX: tl.constexpr",
-            [*self.expanded(), *self._hoisted(_SCORE), f"return {result}"],
+            [*self.expanded(), *self._hoisted(SCORE), f"return {result}"],
         )
 
     def expanded(self) -> list[str]:
@@ -192,11 +195,11 @@ class LevelWriter(Writer):
 class BiasWriter(LevelWriter):
     """Writes a linear bias (score_form.py): what depends on the head, and functions of it."""
 
-    deepest = _ROW
+    deepest = ROW
 
     @staticmethod
     def level_of(axes: Axes) -> int:
-        return _ROW if axes & (Axes.Q | Axes.KV) else _HEAD
+        return ROW if axes & (Axes.Q | Axes.KV) else _HEAD
 
     def functions(self) -> tuple[str, str, str]:
         slope, bias = (self._name(i) for i in self.program.outputs)
@@ -207,7 +210,7 @@ class BiasWriter(LevelWriter):
             self._define(
                 "at",
                 "args, head, b, h, q, kv",
-                [*head, *self._hoisted(_ROW), f"return {bias}"],
+                [*head, *self._hoisted(ROW), f"return {bias}"],
             ),
         )
 
@@ -223,17 +226,6 @@ def emit_score(program: Program, target: Target) -> str:
     return gluon_module(*writer.outer(), *writer.pieces(), writer.body(", pieces, score"))
 
 
-def emit_mask(program: Program, target: Target) -> str:
-    """mask_head, mask_row, mask_column and mask_body."""
-    writer = LevelWriter(program, "mask", target)
-    return gluon_module(*writer.outer(), writer.body(""))
-
-
-def values_by_key(program: Program) -> list[int]:
-    """The nodes whose values `column` of a program's fragment gives, in order."""
-    return LevelWriter(program, "", Target()).column
-
-
 def comes_in_pieces(program: Program, target: Target) -> bool:
     """Whether any captured elements of single scores are loads of their own."""
     return len(LevelWriter(program, "", target).pieces()) > 1
@@ -245,7 +237,7 @@ def looks_up_lane_by_lane(program: Program, target: Target) -> bool:
     writer = LevelWriter(program, "", target)
     writer.pieces()
     return any(
-        node.op in ("load", "reduce") and writer.levels[i] == _SCORE and i not in writer.in_pieces
+        node.op in ("load", "reduce") and writer.levels[i] == SCORE and i not in writer.in_pieces
         for i, node in enumerate(program.nodes)
     )
 

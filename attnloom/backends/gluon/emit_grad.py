@@ -18,7 +18,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from attnloom.backends.gluon.emit import _SCORE, LevelWriter, gluon_module
+from attnloom.backends.gluon.emit import SCORE, LevelWriter, gluon_module
 from attnloom.backends.triton.emit import Target, arg_index
 from attnloom.backends.triton.emit_grad import Contributions, Sinks, gradient_of, positions_of
 from attnloom.backends.triton.fragments import load_module
@@ -78,10 +78,10 @@ class GradWriter(LevelWriter, Contributions):
         output = self.program.outputs[0]
         pieces = self.pieces()
         grad = self._name(output)
-        if self.levels[output] != _SCORE:
+        if self.levels[output] != SCORE:
             grad = f"tl.where(dscore > float('inf'), dscore, {grad})"
         sums = "".join(f"t{n}, " for n in self.carried) or "sums[0], "
-        body = [*self.expanded(), *self._hoisted(_SCORE), *self._contributions()]
+        body = [*self.expanded(), *self._hoisted(SCORE), *self._contributions()]
         flush = [*self._unpack("head"), *self._unpack("column"), *self._flush()]
         names = "args, sinks, head, row, column, pieces, first, b, h, q, kv, score, dscore, sums"
         return gluon_module(

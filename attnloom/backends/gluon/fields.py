@@ -10,12 +10,13 @@ from triton.runtime.jit import JITFunction
 
 from attnloom.backends.gluon.emit import comes_in_pieces
 from attnloom.backends.gluon.fragments import bias_fragment, mask_fragment, score_fragment
-from attnloom.backends.gluon.score_form import ScoreForm
+from attnloom.backends.gluon.score_form import ScoreForm, score_form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.emit import Target
 from attnloom.backends.triton.fields import target_of, triton_type
 from attnloom.backends.triton.layouts import elements_only, mask_layouts, score_layouts
+from attnloom.ir.node import Axes
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -27,6 +28,7 @@ class Sm90Config(KernelConfig):
     D, DV: head dimensions as tiles cover them. SUB: steps in a block of the mask.
     HAS_SCORE, HAS_BIAS: the score_mod has an inner part, and a linear bias (score_form.py).
     HAS_TAIL: the last keys of a tile are past KV_LEN. MAY_MASK: some tiles are masked.
+    MASK_JOINS: the mask may be several conditions.
     UNSCALED: x is the raw product.
     PREFETCH: what single scores look up, in pieces, is loaded a step ahead.
     """
@@ -58,15 +60,33 @@ class Sm90Config(KernelConfig):
     MASK_HEAD: JITFunction | None = None
     MASK_ROW: JITFunction | None = None
     MASK_COLUMN: JITFunction | None = None
+    MASK_EDGES: JITFunction | None = None
     MASK_BODY: JITFunction | None = None
+    MASK_JOINS: bool = False
 
     __hash__ = KernelConfig.__hash__
 
 
 def mask_target(call: AttentionCall, narrow: bool) -> Target:
-    """What the mask's fragment may use. narrow: 64-bit integers that fit are held in 32 bits."""
+    """What the mask's fragment may use. narrow: 64-bit integers that fit are held in 32 bits.
+    Without edges (emit_mask.py) beside a score_mod that has distances of its own: registers hold
+    positions then (sandwich, D=128: 116 bytes spilled for 60)."""
     target = target_of(call)
+    if _computes_positions(call):
+        target = replace(target, near=False)
     return target.reading(elements_only(mask_layouts(call))) if narrow else target
+
+
+def _computes_positions(call: AttentionCall) -> bool:
+    """Whether the score_mod computes integers for each score, but for a linear bias."""
+    if call.score is None:
+        return False
+    inner = score_form(call.score.program, call.options.exact_math).inner
+    both = Axes.Q | Axes.KV
+    return inner is not None and any(
+        node.dtype.is_int and node.op != "load" and axes & both == both
+        for node, axes in zip(inner.nodes, inner.axes, strict=True)
+    )
 
 
 class HasPieces(Protocol):
@@ -93,9 +113,11 @@ def shared_fields(
     narrow: bool,
     target: Target,
     prefetch: bool,
+    along: Axes,
 ) -> dict[str, Any]:
     """Those that both phases find alike. score: the parts of the call's score_mod. widths: D, DV.
-    narrow: see mask_target. target: see score_target. prefetch: pieces, if there are any."""
+    narrow: see mask_target. target: see score_target. prefetch: pieces, if there are any.
+    along: the position of columns, see emit_mask.py."""
     inner = None if score is None else score.inner
     bias = None if score is None else score.bias
     fragments: dict[str, Any] = {}
@@ -104,7 +126,8 @@ def shared_fields(
     if bias is not None:
         fragments |= bias_fragment(bias, target).fields()
     if call.mask is not None:
-        fragments |= mask_fragment(call.mask.program, mask_target(call, narrow)).fields("MASK")
+        reading = mask_target(call, narrow)
+        fragments |= mask_fragment(call.mask.program, reading, along).fields("MASK")
     return {
         "STAGES": stages,
         "LOG_STAGES": stages.bit_length() - 1,

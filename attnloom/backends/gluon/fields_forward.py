@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from triton.experimental.gluon import language as gl
 
 from attnloom.backends.gluon.configs_forward import Form
-from attnloom.backends.gluon.emit import values_by_key
+from attnloom.backends.gluon.emit_mask import values_by_key
 from attnloom.backends.gluon.fields import Sm90Config, mask_target, score_target, shared_fields
 from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
@@ -36,6 +36,7 @@ class ForwardSm90Config(Sm90Config):
     APART: consumers of a tile may have different live blocks.
     NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
+    FLOOR: maxima begin at the least finite number.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
     PANELS: as many tiles of D or DV columns cover a head dimension.
     PARTS: accumulators of the output, of PART columns each. WIDE: see forward_wide.py.
@@ -59,6 +60,7 @@ class ForwardSm90Config(Sm90Config):
     NAMED: bool
     BY_WARP: bool
     PACKED: bool
+    TURNS: bool
     WIDE: bool
     PARTS: int
     KEY_PANELS: int
@@ -72,6 +74,7 @@ class ForwardSm90Config(Sm90Config):
     COLUMN0: gl.dtype
     COLUMN1: gl.dtype
     WANT_MAX: bool
+    FLOOR: bool
     BAKED: bool
     FACTOR: float
     BASE: float
@@ -122,8 +125,10 @@ def config_of(
     widths = form.columns(query.size(3)), form.columns(value.size(3))
     target = score_target(call, form, form.tile_m)
     shared = shared_fields(
-        call, score, widths, stages=form.stages, narrow=True, target=target, prefetch=form.prefetch
-    )
+        call, score, widths, stages=form.stages, narrow=True, target=target,
+        prefetch=form.prefetch, along=Axes.KV,
+    )  # fmt: skip
+    may_be_empty = may_mask or shared["HAS_SCORE"]  # a row, for some steps
     return ForwardSm90Config(
         **shared,
         CONSUMERS=form.consumers,
@@ -141,6 +146,7 @@ def config_of(
         NAMED=form.named,
         BY_WARP=form.by_warp,
         PACKED=form.packed,
+        TURNS=form.turns,
         WIDE=form.wide,
         PARTS=form.parts,
         KEY_PANELS=form.key_panels or form.stages * form.panels,
@@ -159,11 +165,17 @@ def config_of(
         COLUMN0=columns[0] if columns else gl.int32,
         COLUMN1=columns[1] if len(columns) > 1 else gl.int32,
         WANT_MAX=want_max_scores,
+        FLOOR=may_be_empty and _may_begin_finite(scales) and not shared["HAS_BIAS"],
         UNSCALED=scales.unscaled,
         BAKED=scales.baked,
         FACTOR=scales.factor if scales.baked else 0.0,
         BASE=scales.base if scales.baked else 0.0,
     )
+
+
+def _may_begin_finite(scales: Scales) -> bool:
+    """Whether maxima may begin at LEAST, see forward_math.py; a bias could be as large."""
+    return scales.baked and 0 < scales.base <= 1
 
 
 def looked_up(mask: BoundProgram | None, target: Target) -> tuple[gl.dtype, ...]:
@@ -173,7 +185,7 @@ def looked_up(mask: BoundProgram | None, target: Target) -> tuple[gl.dtype, ...]
     if mask is None:
         return ()
     program = mask.program
-    found = values_by_key(program)
+    found = values_by_key(program, target)
     loads = any(
         node.op == "load" and axes & (Axes.Q | Axes.KV) == Axes.KV
         for node, axes in zip(program.nodes, program.axes, strict=True)

@@ -12,10 +12,15 @@ SliceLayout(1, L) and one of keys SliceLayout(0, L). Glossary: forward_shared.py
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnloom.backends.gluon.builtins import exp2_fast, times_unless_one
+from attnloom.backends.gluon.builtins import chosen, exp2_fast, times_unless_one
+from attnloom.backends.gluon.emit_mask import LANE
 from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import key_tile
 from attnloom.backends.triton.device_math import LN_2
+
+# Below no finite number. A maximum that begins here (FLOOR) needs no question in each step whether
+# its row has seen a key: exponentials of -inf are 0 beside it, as long as `base` is at most 1.
+LEAST = gl.constexpr(-3.4028234663852886e38)
 
 
 @gluon.jit
@@ -110,14 +115,14 @@ def row_bias(context, tag, cfg: gl.constexpr):
 
 
 @gluon.jit
-def masked(s, context, mem, n, keys, live, at, L: gl.constexpr, cfg: gl.constexpr):
+def masked(s, context, mem, n, tag, keys, live, at, L: gl.constexpr, cfg: gl.constexpr):
     """-inf where the mask is false and past the last key. live: whether the consumer's block is.
     n, at: see forward_sm90.consume."""
     q_offset, kv_offset, kv_len, _, _, _ = at
-    if cfg.APART:
-        s = gl.where(live, s, float("-inf"))
-    if cfg.HAS_TAIL:
-        s = gl.where((keys < kv_len)[None, :], s, float("-inf"))
+    LIMITED: gl.constexpr = cfg.HAS_TAIL or cfg.APART
+    first = key_tile(tag, cfg) * cfg.TILE_N
+    limit = _last_column(first, live, kv_len, cfg)
+    place = gl.arange(0, cfg.TILE_N, gl.SliceLayout(0, L))
     if cfg.HAS_MASK:
         b, h, queries, _, mask, _ = context
         args, head, row = mask
@@ -126,8 +131,26 @@ def masked(s, context, mem, n, keys, live, at, L: gl.constexpr, cfg: gl.constexp
             column = read_columns(mem, n, L, cfg)
         else:
             column = cfg.MASK_COLUMN(args, head, b, h, kv)
-        s = gl.where(cfg.MASK_BODY(args, head, row, column, b, h, q, kv, 1), s, float("-inf"))
-    return s
+        edges = cfg.MASK_EDGES(args, head, row, b, h, q, first + kv_offset, limit, LIMITED)
+        keep = cfg.MASK_BODY(args, head, row, column, edges, b, h, q, kv, place, 1, LIMITED)
+        if cfg.MASK_JOINS:
+            return chosen(keep, s, float("-inf"))
+        else:
+            return gl.where(keep, s, float("-inf"))
+    else:
+        lane = place & LANE
+        return gl.where((place - lane <= limit - lane)[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def _last_column(first, live, kv_len, cfg: gl.constexpr):
+    """Of a tile from key `first` on, the last that exists, -1 if the consumer has none."""
+    limit = cfg.TILE_N
+    if cfg.HAS_TAIL:
+        limit = kv_len - 1 - first
+    if cfg.APART:
+        limit = gl.where(live, limit, -1)
+    return limit
 
 
 @gluon.jit
@@ -138,7 +161,7 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
         highest = highest + bias
     m_new = gl.maximum(m_i, highest)
     top = m_new
-    if cfg.MAY_MASK or cfg.HAS_SCORE:
+    if (cfg.MAY_MASK or cfg.HAS_SCORE) and not cfg.FLOOR:
         # a row without a key so far would give exp2(-inf + inf)
         top = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = exp2_fast((m_i - top) * base)
@@ -209,7 +232,7 @@ def only_if(live, acc, cfg: gl.constexpr):
 def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     """(acc, m_i, l_i) before the first step."""
     VECTOR: gl.constexpr = gl.SliceLayout(1, L)
-    m_i = gl.full([cfg.ROWS], float("-inf"), gl.float32, VECTOR)
+    m_i = gl.full([cfg.ROWS], LEAST if cfg.FLOOR else float("-inf"), gl.float32, VECTOR)
     l_i = gl.full([cfg.ROWS], 0.0, gl.float32, VECTOR)
     if cfg.BY_LANE:
         l_i = _lane_sums(gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L))
@@ -220,9 +243,12 @@ def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def log_sums(m_i, l_i, base):
+def log_sums(m_i, l_i, base, cfg: gl.constexpr):
     """(lse, maxima), natural units; -inf for rows without keys."""
     natural = m_i * (base * LN_2)
+    if cfg.FLOOR:
+        # sums are more than 0 where a score is LEAST, and NaN where one is
+        natural = gl.where((m_i == LEAST) & ~(l_i > 0), float("-inf"), natural)
     return gl.where(l_i == 0, float("-inf"), natural + gl.log(l_i)), natural
 
 

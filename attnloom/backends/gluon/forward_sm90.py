@@ -72,12 +72,16 @@ from attnloom.backends.gluon.rings import (
     VALUES_LEFT,
     VALUES_THERE,
     box,
+    first_turn,
     get,
+    last_turn,
     leave,
     leave_if,
     leave_queries,
+    pass_turn,
     phase_of,
     slot_of,
+    take_turn,
     wait_there,
     wait_there_if,
 )
@@ -134,7 +138,7 @@ def _weights(
             live = True
             if cfg.APART:
                 live = (tag >> (2 * consumer + 1)) & 1 != 0
-            s = masked(s, context, mem, n, keys, live, at, L, cfg)
+            s = masked(s, context, mem, n, tag, keys, live, at, L, cfg)
     p, m_i, l_i, alpha = softmax_step(s, bias, state[0], state[1], base, L, cfg)
     return p, m_i, l_i, alpha, following
 
@@ -150,11 +154,13 @@ def _overlapped_step(
     if not cfg.AHEAD:
         wait_there(mem, mem.k_full, slot, phase_of(n, cfg), KEYS_THERE, cfg)
     p = operand(p, L, OUT, cfg)
+    take_turn(consumer, cfg)
     s = scores(q, mem, n, L, cfg)
     if cfg.LATE:
         acc = caught_up(acc, state[3], OUT, cfg)
     wait_there(mem, mem.v_full, last, phase_of(n - 1, cfg), VALUES_THERE, cfg)
     acc = add_output(p, mem, at[5], last, acc, cfg)
+    pass_turn(consumer, cfg)
     prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
     s = warpgroup_mma_wait(1 if cfg.WIDE else cfg.PANELS, [s])
     leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
@@ -278,7 +284,7 @@ def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexp
     for i in gl.static_range(cfg.PANELS):
         panel = box(_space(mem, at + i, cfg), cfg.ROWS, cfg.DV, cfg)
         bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
-    log_sum, natural = log_sums(m_i, l_i, base)
+    log_sum, natural = log_sums(m_i, l_i, base, cfg)
     at = unit.to(gl.int64) * q_len + queries
     gl.store(lse + at, log_sum, mask=queries < q_len)
     if cfg.WANT_MAX:
@@ -298,6 +304,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
     at = (q_offset, kv_offset, kv_len, factor, base, mem.values_at)
     n = 0
     num_tiles = 0
+    first_turn(consumer, cfg)
     tile, unit, steps = take_job(mem, 0)
     while tile >= 0:
         b, h = unit // heads, unit % heads
@@ -330,6 +337,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         num_tiles += 1
         tile, unit, steps = take_job(mem, num_tiles)
     tma.store_wait(0)
+    last_turn(consumer, cfg)
 
 
 @gluon.jit

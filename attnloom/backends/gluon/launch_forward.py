@@ -16,6 +16,7 @@ from attnloom.backends.gluon import configs_forward, first_call, gate, merged_li
 from attnloom.backends.gluon.configs_forward import FEW_SPILLS, ROWS, Form, covered
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.emit import comes_in_pieces, looks_up_lane_by_lane
+from attnloom.backends.gluon.emit_mask import is_of_edges
 from attnloom.backends.gluon.few_steps import has_few_steps
 from attnloom.backends.gluon.fields import mask_target, score_target
 from attnloom.backends.gluon.fields_forward import form_of
@@ -262,6 +263,8 @@ def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:
     if blocks.q_block % ROWS:
         return ()
     found = configs_forward.forms(*dims, blocks.kv_block, pieces, plain)
+    if call.mask and not is_of_edges(call.mask.program, mask_target(call, narrow=True)):
+        found = tuple(f for f in found if not f.turns)
     if _size_class(blocks):
         found = tuple(f for f in found if not f.is_apart(blocks.q_block))
     return found

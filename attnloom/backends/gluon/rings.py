@@ -13,6 +13,10 @@ passes one for a slot again before it is full again, which takes all that have t
 
 BY_WARP: all warps have barriers in shared memory, at whose addresses one lane of each arrives.
 
+TURNS: consumers issue the products of a step one after the other, round and round: each waits at a
+named barrier of its own, which the one before it passes once its own products are issued, so that
+exponentials of one run beside products of another (ping-pong scheduling, Shah et al. 2024).
+
 Keys in panels may have five places for the six of two steps, taken round and round: the last panel
 of a step comes when the step before has given back its keys, the others when the one before that
 has. Barriers stay those of two slots.
@@ -28,6 +32,7 @@ from attnloom.backends.gluon import builtins as bi
 # Of 16 named barriers of a program; Triton takes the first ones, up to one more than partitions.
 KEYS_LEFT = gl.constexpr(8)
 VALUES_LEFT = gl.constexpr(12)
+TURN = gl.constexpr(8)  # of three consumers; BY_WARP, which leaves these to them
 # BY_WARP: places of barriers in their block, those of slots given back as above.
 KEYS_THERE = gl.constexpr(0)
 VALUES_THERE = gl.constexpr(4)
@@ -127,6 +132,33 @@ def wait_left(empty, n, FIRST: gl.constexpr, cfg: gl.constexpr):
         bi.meet_if(n >= cfg.STAGES, slot + FIRST, readers(cfg))
     else:
         mbarrier.wait(empty.index(slot), phase_of(n, cfg) ^ 1)
+
+
+@gluon.jit
+def first_turn(consumer, cfg: gl.constexpr):
+    """The last consumer lets the first one begin."""
+    if cfg.TURNS:
+        bi.signal_if(consumer == cfg.CONSUMERS - 1, TURN + consumer * 0, 64 * cfg.WARPS)
+
+
+@gluon.jit
+def last_turn(consumer, cfg: gl.constexpr):
+    """What the last consumer passed last is met, or a barrier would be left half passed."""
+    if cfg.TURNS:
+        bi.meet_if(consumer == 0, TURN + consumer, 64 * cfg.WARPS)
+
+
+@gluon.jit
+def take_turn(consumer, cfg: gl.constexpr):
+    if cfg.TURNS:
+        bi.meet(TURN + consumer, 64 * cfg.WARPS)
+
+
+@gluon.jit
+def pass_turn(consumer, cfg: gl.constexpr):
+    if cfg.TURNS:
+        following = gl.where(consumer == cfg.CONSUMERS - 1, 0, consumer + 1)
+        bi.signal(TURN + following, 64 * cfg.WARPS)
 
 
 @gluon.jit

@@ -189,7 +189,12 @@ class Writer:
         self.target = target
         self.levels = [self.level_of(a) for a in program.axes]
         self.small = small_integers(program, NEAR, _SMALL) if target.near else frozenset()
-        self.across = _uses_across(program, self.levels, self.deepest)
+        self.reads = [node.args for node in program.nodes]
+        self.find_across()
+
+    def find_across(self) -> None:
+        """What outer levels compute for deeper ones, by `levels` and `reads`."""
+        self.across = _uses_across(self.program, self.levels, self.reads, self.deepest)
         self.head = [i for i in self.across if self.levels[i] == 0]
         self.row = [i for i in self.across if self.levels[i] == 1]
 
@@ -352,14 +357,16 @@ class Writer:
         return repr(int(value))  # type: ignore[call-overload]
 
 
-def _uses_across(program: Program, levels: list[int], deepest: int) -> list[int]:
+def _uses_across(
+    program: Program, levels: list[int], reads: list[tuple[int, ...]], deepest: int
+) -> list[int]:
     """Nodes that a deeper level reads, and that are worth a register.
 
     Steps of a reduction are written where the reduction is, which may be at the deepest level."""
     used = {
         a
-        for i, node in enumerate(program.nodes)
-        for a in node.args
+        for i, args in enumerate(reads)
+        for a in args
         if levels[i] > levels[a] or program.axes[i] & _R_AXES
     } | {o for o in program.outputs if levels[o] < deepest}
     leaves = ("input", "const", "number")

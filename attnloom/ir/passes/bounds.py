@@ -102,23 +102,47 @@ def small_integers(program: Program, reach: int, limit: int) -> frozenset[int]:
 
     Captured elements, numbers and steps of reductions count as unknown.
     """
+    found = _reaches(program, reach, lambda node: unknown(node.dtype))
+    return frozenset(i for i, least in enumerate(found) if least is not None and least <= limit)
+
+
+@functools.lru_cache(maxsize=1024)
+def integer_reach(program: Program, reach: int, narrow: frozenset[int]) -> tuple[int, ...]:
+    """The largest magnitude of each integer node, where b, h and positions lie within +-reach; of
+    others 0. What may wrap has one that a signed type does not have.
+
+    Numbers count as of 32 bits, captured 64-bit integers of the slots `narrow` as within +-2^29.
+    """
+
+    def interval(node: Node) -> Interval:
+        if node.op == "number" and node.dtype is DType.I64:
+            return unknown(DType.I32)
+        if node.op == "load" and node.dtype is DType.I64 and node.attr in narrow:
+            return between(*_narrow(), DType.I64)
+        return unknown(node.dtype)
+
+    return tuple(least or 0 for least in _reaches(program, reach, interval))
+
+
+def _reaches(
+    program: Program, reach: int, given: Callable[[Node], Interval]
+) -> tuple[int | None, ...]:
+    """As `integer_reach`, None for what is no integer. given: of loads, numbers and reductions."""
     ends = (constant(-reach), constant(reach))
     overrides: dict[int, Range] = {}
     for index, node in enumerate(program.nodes):
         if node.op in ("load", "number", "reduce"):
-            anything = unknown(node.dtype)
-            overrides[index] = anything.lo, anything.hi
+            interval = given(node)
+            overrides[index] = interval.lo, interval.hi
         elif node.op == "input" and node.dtype.is_int:
             overrides[index] = ends if str(node.attr) in _POSITIONS else _narrow()
     walk = _Walk(BoundProgram(program), {}, overrides, lambda _: unknown(DType.I64))
-    found: list[int] = []
+    found: list[int | None] = []
     for index, node in enumerate(program.nodes):
         interval = walk.visit(index)
-        if node.dtype.is_int:
-            lowest, highest = int(interval.lo.min()), int(interval.hi.max())
-            if -limit <= lowest and highest <= limit:
-                found.append(index)
-    return frozenset(found)
+        ends_of = (-int(interval.lo.min()), int(interval.hi.max())) if node.dtype.is_int else ()
+        found.append(max(ends_of, default=None))
+    return tuple(found)
 
 
 class _Walk:
