@@ -13,6 +13,7 @@ from attnloom.backends.triton.unpack import double, real, whole, whole32
 __all__ = ["double", "real", "whole", "whole32"]  # for fragments, beside what follows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+HUGE = tl.constexpr(2.0**31)  # from here on float32 numbers are whole multiples of 256
 LN_2 = tl.constexpr(0.6931471805599453)
 
 

@@ -124,10 +124,33 @@ def integer_reach(program: Program, reach: int, narrow: frozenset[int]) -> tuple
     return tuple(least or 0 for least in _reaches(program, reach, interval))
 
 
+@functools.lru_cache(maxsize=1024)
+def stays_within(program: Program, limit: float, score: float, reach: int) -> bool:
+    """Whether the output, a float, surely lies within +-limit where the score does within +-score
+    and b, h and positions within +-reach. Captured elements and numbers count as unknown."""
+    found = _intervals(program, reach, lambda node: unknown(node.dtype), score)
+    return all(
+        float(found[i].lo.min()) >= -limit and float(found[i].hi.max()) <= limit
+        for i in program.outputs
+    )
+
+
 def _reaches(
     program: Program, reach: int, given: Callable[[Node], Interval]
 ) -> tuple[int | None, ...]:
     """As `integer_reach`, None for what is no integer. given: of loads, numbers and reductions."""
+    intervals = _intervals(program, reach, given)
+    found: list[int | None] = []
+    for node, interval in zip(program.nodes, intervals, strict=True):
+        ends_of = (-int(interval.lo.min()), int(interval.hi.max())) if node.dtype.is_int else ()
+        found.append(max(ends_of, default=None))
+    return tuple(found)
+
+
+def _intervals(
+    program: Program, reach: int, given: Callable[[Node], Interval], score: float | None = None
+) -> list[Interval]:
+    """Of each node, where b, h and positions lie within +-reach and the score within +-score."""
     ends = (constant(-reach), constant(reach))
     overrides: dict[int, Range] = {}
     for index, node in enumerate(program.nodes):
@@ -136,13 +159,10 @@ def _reaches(
             overrides[index] = interval.lo, interval.hi
         elif node.op == "input" and node.dtype.is_int:
             overrides[index] = ends if str(node.attr) in _POSITIONS else _narrow()
+        elif node.op == "input" and score is not None:
+            overrides[index] = constant(-score), constant(score)
     walk = _Walk(BoundProgram(program), {}, overrides, lambda _: unknown(DType.I64))
-    found: list[int | None] = []
-    for index, node in enumerate(program.nodes):
-        interval = walk.visit(index)
-        ends_of = (-int(interval.lo.min()), int(interval.hi.max())) if node.dtype.is_int else ()
-        found.append(max(ends_of, default=None))
-    return tuple(found)
+    return [walk.visit(index) for index in range(len(program.nodes))]
 
 
 class _Walk:
