@@ -98,15 +98,16 @@ class GluonBackward(Change):
 
 @dataclass(frozen=True)
 class GluonWide(Change):
-    """A form of the kernel for heads of 129 to 192, whatever it spills."""
+    """A form of the kernel for heads of 129 to 192 without dv, whatever it spills."""
 
     form: configs_backward.Form
     backend = "gluon"
 
     def exchanged(self) -> list[tuple[ModuleType, str, Any]]:
-        from attnloom.backends.gluon import launch_wide
+        from attnloom.backends.gluon import launch_roles, launch_wide
 
         return [
+            (launch_roles, "takes", lambda call: False),
             (launch_wide, "form_of", lambda call: self.form),
             (launch_wide, "FEW_SPILLS", _UNLIMITED),
         ]

@@ -241,7 +241,7 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
 def _memories() -> list[dict[Any, Any]]:
     """What launches are remembered by, which holds no pretended launch afterwards."""
     from attnloom.backends.gluon import launch_forward as gluon_forward
-    from attnloom.backends.gluon import launch_wide
+    from attnloom.backends.gluon import launch_roles, launch_wide
     from attnloom.backends.gluon import ready_backward as gluon_backward
     from attnloom.backends.triton import (
         launch_around,
@@ -252,6 +252,6 @@ def _memories() -> list[dict[Any, Any]]:
     )
 
     modules = (launch_forward, launch_decode, launch_paged, ready_backward)
-    modules = (*modules, gluon_forward, gluon_backward, launch_wide)
+    modules = (*modules, gluon_forward, gluon_backward, launch_roles, launch_wide)
     memories = [module._ready for module in modules]
     return [*memories, launch_around._statistics]

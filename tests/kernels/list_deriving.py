@@ -51,18 +51,32 @@ def check_swept(blocks: BlockLists) -> None:
     same(found.rows, wanted.rows)
 
 
-def check_merged(blocks: BlockLists, consumers: int) -> None:
-    """Lists of tiles; where they lie is each way's own affair."""
-    num_tiles = -(-blocks.q_len // (consumers * merged_lists.ROWS))
+def check_merged(
+    blocks: BlockLists, consumers: int, rows: int | None = None, turned: bool = False
+) -> None:
+    """Lists of tiles; where they lie is each way's own affair. turned: of the transposed mask."""
+    rows = rows or merged_lists.ROWS
+    if turned:
+        blocks = transposed.transposed_by_sort(blocks).blocks
+    num_tiles = -(-blocks.q_len // (consumers * rows))
     assert merged_lists._takes(blocks, num_tiles, consumers)
-    found, work, steps = merged_lists._merge(blocks, consumers)
-    wanted, wanted_work, wanted_steps = merged_lists.merged_by_sort(blocks, consumers)
-    assert steps == wanted_steps and found.numel() == wanted.numel()
-    same(work[..., 0], wanted_work[..., 0])
-    same(work[..., 2] - work[..., 1], wanted_work[..., 2] - wanted_work[..., 1])
-    places, wanted_places = work.view(-1, 3).tolist(), wanted_work.view(-1, 3).tolist()
-    for (_, first, last), (_, begin, end) in zip(places, wanted_places, strict=True):
-        assert found[first:last].tolist() == wanted[begin:end].tolist()
+    found = merged_lists._merge(blocks, consumers, rows)
+    wanted = merged_lists.merged_by_sort(blocks, consumers, rows)
+    assert found.steps == wanted.steps and found.entries.numel() == wanted.entries.numel()
+    same(found.work[..., 0], wanted.work[..., 0])
+    same(_counts(found.work), _counts(wanted.work))
+    same(found.bounds.diff(dim=1), wanted.bounds.diff(dim=1))
+    places = found.bounds.tolist(), wanted.bounds.tolist()
+    for (first, last), (begin, end) in zip(*places, strict=True):
+        assert found.entries[first:last].tolist() == wanted.entries[begin:end].tolist()
+    # the same place in both tables of one way
+    for one in (found, wanted):
+        tiles = one.work[..., 0] + torch.arange(one.work.size(0)).to(one.work)[:, None] * num_tiles
+        assert torch.equal(one.bounds[tiles.flatten().long()], one.work.view(-1, 3)[:, 1:].long())
+
+
+def _counts(work: torch.Tensor) -> torch.Tensor:
+    return work[..., 2] - work[..., 1]
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> None:

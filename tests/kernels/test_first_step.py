@@ -22,7 +22,7 @@ if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
     pytest.skip("the Gluon kernels are for Triton 3.6", allow_module_level=True)
 
 # ruff: noqa: E402
-from attnloom.backends.gluon import backward_ahead, first_call
+from attnloom.backends.gluon import backward_ahead, first_call, launch_wide
 from attnloom.backends.triton import beside
 from attnloom.backends.triton.launch import backward_launches
 from benchmarks import prewarm
@@ -133,6 +133,7 @@ def step(head_dim: int, score_mod: Any, compiler: Compiler, groups: int = 4, **k
 
 GLUON = ["backward_kernel", "finish_kernel", "forward_kernel", "prepare_kernel"]
 WIDE = ["delta_kernel", "finish_kernel", "forward_kernel", "key_kernel", "wide_kernel"]
+ROLES = ["finish_kernel", "forward_kernel", "prepare_kernel", "roles_kernel"]
 PORTABLE = ["delta_kernel", "key_kernel", "row_kernel"]
 
 
@@ -142,6 +143,7 @@ def test_a_step_compiles_what_it_launches_and_before_it_does(
     head_dim: int, names: list[str], score_mod: Any
 ):
     compiler = Compiler()
+    names = ROLES if names is WIDE and score_mod is None else names
     assert step(head_dim, score_mod, compiler) == names
     assert sorted(name for name, _, _ in compiler.launched) == names
     assert set(compiler.launched) == set(compiler.compiled)
@@ -160,6 +162,32 @@ def test_a_backward_that_spills_has_its_portable_kernels_compiled_too():
     compiler = Compiler()
     compiler.spilling = frozenset({"backward_kernel"})
     assert step(128, capped_alibi, compiler) == sorted(GLUON + PORTABLE)
+    assert set(compiler.launched) == set(compiler.compiled)
+
+
+def test_one_kernel_for_wide_heads_has_others_compiled_too_if_it_spills():
+    """Under a mask that looks something up."""
+    ids = torch.arange(LENGTH) // 100
+    compiler = Compiler()
+    compiler.spilling = frozenset({"roles_kernel"})
+    expected = launch_wide.expected_launches
+
+    def prepared(operands):
+        launches = expected(operands)
+        compiler.prepared.set()
+        return launches
+
+    mask = attnloom.create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), None, None, LENGTH, LENGTH, "cpu"
+    )
+    with installed(compiler), mock.patch.object(launch_wide, "expected_launches", prepared):
+        query, key, value = inputs(192)
+        out = attnloom.flex_attention(query, key, value, block_mask=mask)
+        beside.wait_for_all()
+        ahead = compiler.names()
+        out.backward(torch.empty_like(out))
+    # the kernel that puts dq in order has two forms: one waits for the kernel before
+    assert ahead == sorted([*WIDE, "finish_kernel", "prepare_kernel", "roles_kernel"])
     assert set(compiler.launched) == set(compiler.compiled)
 
 

@@ -4,6 +4,7 @@ and none of its products is waited for at once."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from attnloom.backends.gluon import (
     configs_backward,
     few_keys,
     launch_backward,
+    launch_roles,
     launch_wide,
     ready_backward,
 )
@@ -175,10 +177,61 @@ def test_ids_of_queries_are_loaded_once_a_step(swept: bool) -> None:
     assert ("red.relaxed.gpu.global.add.v4.f32" in main.text) != swept
 
 
+def compiled_roles(call: AttentionCall) -> dict[str, Any]:
+    """The kernels of a backward of wide heads that has all of it in one."""
+    with (
+        mock.patch.object(launch_roles, "Launcher", _Compiler),
+        mock.patch.object(launch_roles, "FEW_SPILLS", 1 << 20),
+        mock.patch.object(launch_roles, "_ready", {}),
+    ):
+        return compiled(call)
+
+
+def short_documents(b, h, q, kv):
+    return (q >= kv) & (IDS[q] == IDS[kv])
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "length", "dims", "dtype"),
+    [
+        (None, 2048, (192, 192), torch.bfloat16),
+        (causal, 2048, (192, 192), torch.bfloat16),
+        (causal, 2000, (160, 128), torch.float16),
+        pytest.param(short_documents, 2000, (136, 64), torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
+def test_wide_heads_without_a_score_mod_have_dq_dk_and_dv_in_registers(
+    mask_mod: Any, length: int, dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """144 of dk or dv beside 48 of scores, and nothing is spilled."""
+    call = make_call(dims[0], mask_mod=mask_mod, q_len=length, kv_len=length)
+    query, key = call.query.to(dtype), call.key.to(dtype)
+    call = replace(call, query=query, key=key, value=key[..., : dims[1]].contiguous())
+    made = compiled_roles(call)
+    main = made["roles_kernel"]
+    assert not main.serialised
+    assert main.shared <= TARGETS["sm_90"][1].shared_bytes
+    assert main.spills == 0
+    # instructions of 96 columns alone, where six panels of 16 are summed over or two of 64 are made
+    value_panels = -(-dims[1] // 64)
+    scores, weights, dq = 2 * 3 * 4, 4 * (3 + value_panels), 3 * 6
+    products = scores + 2 * 4 * value_panels + weights + dq
+    assert main.text.count("m64n96k16") == main.text.count("wgmma.mma_async") == products
+    # an addition of 16 bytes for eight columns of each, in steps and after the last
+    assert main.text.count("red.relaxed.gpu.global.add.v4.f32") == 3 * 12
+    for name in ("prepare_kernel", "finish_kernel"):
+        assert made[name].spills == 0
+    for name in ("prepare_kernel", "roles_kernel"):
+        assert "griddepcontrol.launch_dependents" in made[name].text
+    for name in ("roles_kernel", "finish_kernel"):
+        assert "griddepcontrol.wait" in made[name].text
+
+
 def compiled_wide(call: AttentionCall) -> dict[str, Any]:
-    """The kernels of a backward of wide heads that are not portable ones."""
+    """The kernels of a backward of wide heads that are not portable ones, where dv is."""
     portable = mock.Mock(), mock.Mock(return_value=torch.empty(2 * 32, 2048))
     with (
+        mock.patch.object(launch_roles, "takes", lambda call: False),
         mock.patch.object(launch_wide, "Launcher", _Compiler),
         mock.patch.object(launch_wide, "run_keys", portable[0]),
         mock.patch.object(launch_wide, "row_statistics", portable[1]),

@@ -1,4 +1,5 @@
-"""The Gluon backward of heads of 129 to 192 on a Hopper GPU against the oracle; `pytest -m gpu`.
+"""The Gluon backward of heads of 129 to 192 without dv on a Hopper GPU against the oracle; `pytest
+-m gpu`. The kernel that has dv too: test_gpu_gluon_roles.py.
 
 Each in a process that can be given up: barriers that were waited for in vain would hold all others.
 """
@@ -32,13 +33,14 @@ pytestmark = [
 
 
 def check(case: Case, fold: bool = False) -> None:
-    from attnloom.backends.gluon import launch_wide
+    from attnloom.backends.gluon import launch_roles, launch_wide
     from attnloom.backends.gluon.configs_backward import form_in_panels
     from tests.kernels.gluon_backward import check_gradients
 
     form = form_in_panels(fold)
     ran = mock.Mock(wraps=launch_wide.backward)
     with (
+        mock.patch.object(launch_roles, "takes", lambda call: False),
         mock.patch.object(launch_wide, "form_of", lambda call: form),
         mock.patch.object(launch_wide, "FEW_SPILLS", 1 << 20),
         mock.patch.object(launch_wide, "backward", ran),
@@ -122,8 +124,9 @@ def test_repeated_calls_start_the_same_kernels() -> None:
 def check_repeated() -> None:
     """dk and dv bit for bit; dq is a sum in no order. Later calls write addresses alone."""
     import attnloom
-    from attnloom.backends.gluon import launch_wide
+    from attnloom.backends.gluon import launch_roles, launch_wide
 
+    launch_roles.takes = lambda call: False  # in a process of its own
     mask = attnloom.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 500, 500, "cuda")
     draw = torch.Generator("cuda").manual_seed(0)
     query, key, value, dout = (

@@ -30,6 +30,7 @@ def test_lists_are_those_of_sorting(mod: str, length: int, block: tuple[int, int
         list_deriving.check_swept(blocks)
         list_deriving.check_merged(blocks, 2)
         list_deriving.check_merged(blocks, 3)
+        list_deriving.check_merged(blocks, 3, 32, turned=True)
 
 
 def test_lists_are_derived_while_a_graph_is_recorded() -> None:
@@ -38,7 +39,8 @@ def test_lists_are_derived_while_a_graph_is_recorded() -> None:
         work_lists(blocks, 64).work,
         transposed_lists(blocks).blocks.entries,
         swept_lists(blocks).entries,
-        merged_lists(blocks, 3)[1],
+        merged_lists(blocks, 3).work,
+        merged_lists(transposed_lists(blocks).blocks, 3, 32).bounds,
     )
     blocks = lists_of("holes", 1000, (128, 128), GPU)
     torch.cuda.synchronize()

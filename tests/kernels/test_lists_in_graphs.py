@@ -22,6 +22,7 @@ DERIVED: dict[str, Callable[[BlockLists], Any]] = {
     "work": lambda blocks: work_lists(blocks, 64),
     "groups": lambda blocks: group_lists(blocks, 2),
     "merged": lambda blocks: merged_lists(blocks, 3),
+    "of 96 keys": lambda blocks: merged_lists(transposed_lists(blocks).blocks, 3, 32),
     "transposed": transposed_lists,
     "swept": swept_lists,
 }

@@ -129,14 +129,23 @@ def test_decode(gpu: Gpu, mods: str, heads: int) -> None:
     compare(gpu, step, lambda: tensors(1, heads))
 
 
-@pytest.mark.parametrize("backend", ["triton", "gluon"])
-def test_heads_in_two_passes_and_three_chunks(gpu: Gpu, backend: str) -> None:
-    """dk and dv apart: in portable kernels, and dk beside dq in one of Gluon's."""
+@pytest.mark.parametrize(
+    ("backend", "mods", "main"),
+    [
+        ("triton", "causal", "row_kernel"),
+        ("gluon", "softcap", "wide_kernel"),
+        ("gluon", "full", "roles_kernel"),
+        ("gluon", "causal", "roles_kernel"),
+        ("gluon", "documents", "roles_kernel"),
+    ],
+)
+def test_heads_in_three_chunks(gpu: Gpu, backend: str, mods: str, main: str) -> None:
+    """dk and dv apart: in portable kernels, and dk beside dq in one of Gluon's; and all in one."""
     _skip_other_gluon(backend)
-    step = Step(gpu, "causal", backend)
+    step = Step(gpu, mods, backend)
     compare(gpu, step, lambda: tensors(D=192))
     launched = [launch.kernel for launch in step(tensors(D=192))[0]]
-    assert ("wide_kernel" in launched) == (backend == "gluon")
+    assert main in launched
 
 
 def compare(gpu: Gpu, step: Step, make: Callable[[], list[torch.Tensor]]) -> None:

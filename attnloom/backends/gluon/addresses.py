@@ -186,3 +186,24 @@ def wait_if(live, block, number, phase):
     gl.inline_asm_elementwise(
         _WAIT_IF, "=r,r,r,r,r", [block, number, phase, live], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def find_all(block, tiles):
+    """Addresses of a block of barriers and of each of a few tiles of 16-bit elements that begin at
+    places. By all warps, before anything lies in shared memory."""
+    CLEAR: gl.constexpr = _at_places("st.shared.b32 [at], $0;")
+    _at_all(CLEAR)
+    bi.barrier()
+    _mark(block, _BARRIERS)
+    for i in gl.static_range(len(tiles)):
+        _mark(tiles[i], _TILE + i)
+    bi.barrier()
+    READ: gl.constexpr = _at_places("ld.shared.b32 $0, [at];")
+    words = _at_all(READ)
+    bi.barrier()
+    found = (_place_of(words, _BARRIERS),)
+    for i in gl.static_range(len(tiles)):
+        found += (_place_of(words, _TILE + i),)
+    bi.barrier()
+    return found

@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 
-from attnloom.backends.gluon import launch_backward, launch_wide, ready_backward
+from attnloom.backends.gluon import (
+    launch_backward,
+    launch_roles,
+    launch_wide,
+    ready_backward,
+)
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS
 from attnloom.backends.gluon.few_keys import finer
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
-from attnloom.backends.gluon.lists_backward import key_lists
+from attnloom.backends.gluon.lists_backward import key_lists, tile_lists
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.beside import Job, Launch, compile_for_later
 from attnloom.backends.triton.launch import backward_launches
@@ -32,14 +37,7 @@ _NEVER_SPILLS = 64  # columns; soft-capping with ALiBi spills 47 registers at D=
 def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Start compiling what the backward of this forward will launch."""
     if launch_wide.takes(call):
-        main, *others = launch_wide.expected_launches(Operands.expected(call, out, lse))
-        # masks by position alone spill at most 30 of FEW_SPILLS registers
-        may_spill = call.score is not None or (call.mask is not None and call.mask.tensors)
-        job = compile_for_later(main)
-        _compile(others)
-        if may_spill:
-            _compile_if_spilled(job, partial(backward_launches, call, out, lse))
-        key_lists(call)
+        _start_wide(call, out, lse)
         return
     if ready_backward.portable(call) is not None:
         _compile(backward_launches(call, out, lse))
@@ -57,6 +55,24 @@ def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     if job is not None and may_spill:
         _compile_if_spilled(job, partial(backward_launches, call, out, lse))
     launch_backward.lists_of(operands.call, ready)  # remembered
+
+
+def _start_wide(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
+    operands = Operands.expected(call, out, lse)
+    if launch_roles.takes(call):
+        main, *others = launch_roles.expected_launches(operands)
+        otherwise = partial(launch_wide.expected_launches, operands)
+    else:
+        main, *others = launch_wide.expected_launches(operands)
+        otherwise = partial(backward_launches, call, out, lse)
+    # masks by position alone spill at most 30 of FEW_SPILLS registers
+    may_spill = call.score is not None or (call.mask is not None and call.mask.tensors)
+    job = compile_for_later(main)
+    _compile(others)
+    if may_spill:
+        _compile_if_spilled(job, otherwise)
+    # remembered
+    _ = tile_lists(call) if launch_roles.takes(call) else key_lists(call)
 
 
 def _compile_if_spilled(main: Job, otherwise: Callable[[], Sequence[Launch]]) -> None:

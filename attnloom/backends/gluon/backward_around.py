@@ -61,7 +61,9 @@ def prepare_kernel(out, dout, dlse, lse, stats, dq_sum, rows, shape, strides, cf
         _clear_dead(dq_sum, rows, (b, h, bh, row, q_len), cfg)
     else:
         start = dq_sum + pid.to(tl.int64) * (M * cfg.WIDTH)
-        CLEARED: tl.constexpr = cfg.COLUMNS if cfg.USED < cfg.WIDTH else cfg.WIDTH
+        # as many columns at once as are a power of two
+        WHOLE: tl.constexpr = cfg.WIDTH & -cfg.WIDTH
+        CLEARED: tl.constexpr = cfg.COLUMNS if cfg.USED < cfg.WIDTH else WHOLE
         for c in tl.static_range(0, cfg.USED, CLEARED):
             zeros = tl.zeros([M * CLEARED], tl.float32)
             tl.store(start + M * c + tl.arange(0, M * CLEARED), zeros)

@@ -1,4 +1,5 @@
-"""dq and dk on Hopper for heads of 129 to 192: backward_sm90.py's kernel without dv, in panels.
+"""dq and dk on Hopper for heads of 129 to 192 that backward_roles.py is not for, as it is not where
+there is a score_mod: backward_sm90.py's kernel without dv, in panels.
 
 dk and dv of 192 columns are 192 registers a thread: they do not fit beside scores. This kernel has
 dk and adds dq, in 4 products a step; dv comes from a portable key kernel that has it alone, in 2.

@@ -17,6 +17,7 @@ KEYS = 128  # of a program
 STEP = 64  # queries of a step
 LONG_STEP = 128
 PANEL = 64  # columns, of heads in panels
+TILE_KEYS = 96  # of a program of backward_roles.py
 PANELS = 3
 NATIVE = 96  # columns
 SLICE = 16  # columns
@@ -173,6 +174,14 @@ def followed(form: Form) -> tuple[int, Form] | None:
     return _INSTEAD.get(form)
 
 
+_ROLES = replace(_WIDE, by_warp=True)
+
+
+def form_of_roles() -> Form:
+    """The form of a problem of wider heads without a score_mod (backward_roles.py)."""
+    return _ROLES
+
+
 def form_in_panels(may_fold: bool) -> Form:
-    """The form of a problem of wider heads (backward_wide.py). may_fold: see form_for."""
+    """The form of any other problem of wider heads (backward_wide.py). may_fold: see form_for."""
     return _WIDE_FOLD if may_fold else _WIDE

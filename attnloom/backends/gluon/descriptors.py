@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnloom.backends.triton.arguments import steps
 
 TILES = NVMMASharedLayout(128, 16, 4)
+NARROW = NVMMASharedLayout(64, 16, 4)  # rows of 64 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,12 @@ class Blank:
     descriptor: TensorDescriptor
 
     @staticmethod
-    def of(tensor: torch.Tensor, rows: int, width: int) -> Blank:
+    def of(tensor: torch.Tensor, rows: int, width: int, layout: NVMMASharedLayout = TILES) -> Blank:
         """Of boxes of one head's rows; what lies outside the tensor is read as zeros."""
         # a dimension of one entry may have any stride in torch; TMA wants an aligned one
         stride = [step or 16 for step in steps(tensor)]
         box = [1, 1, rows, width]
-        found = TensorDescriptor(tensor, list(tensor.shape), [*stride, 1], box, TILES)
+        found = TensorDescriptor(tensor, list(tensor.shape), [*stride, 1], box, layout)
         found.base = None
         return Blank(found)
 

@@ -8,10 +8,24 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from attnloom.backends.gluon.configs_backward import KEYS, PANEL, PANELS, STEP, Form, width_of
+from attnloom.backends.gluon.configs_backward import (
+    KEYS,
+    PANEL,
+    PANELS,
+    STEP,
+    TILE_KEYS,
+    Form,
+    width_of,
+)
 from attnloom.backends.gluon.emit_grad import gradient_fragment
-from attnloom.backends.gluon.fields import Sm90Config, score_target, shared_fields
+from attnloom.backends.gluon.fields import (
+    Sm90Config,
+    mask_target,
+    score_target,
+    shared_fields,
+)
 from attnloom.backends.gluon.fields_forward import form_of, scales_of
+from attnloom.backends.gluon.fragments import mask_fragment
 from attnloom.backends.gluon.score_form import ScoreForm
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.arguments import is_aligned
@@ -284,6 +298,39 @@ def wide_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Confi
     found |= {"D": PANEL, "DV": PANEL, "PANELS": PANELS, "VALUE_PANELS": value_panels}
     found |= {"COLUMNS": PANEL, "VALUE_COLUMNS": PANEL}
     return BackwardSm90Config(**found | {"STEPS_PAST_END": False})
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class RolesConfig(BackwardSm90Config):
+    """What roles_kernel is compiled for. SHIFT: weights are 2^SHIFT times what they are, so that
+    float16 has all of its digits for those of rows of many keys; halves of float16 have no room for
+    dscore of such."""
+
+    SHIFT: int
+
+    __hash__ = KernelConfig.__hash__
+
+
+def roles_config(operands: Operands, form: Form, mods: Mods, overlaps: bool) -> RolesConfig:
+    """The configuration of roles_kernel."""
+    call = operands.call
+    config = wide_config(operands, form, mods)
+    found = {field.name: value_of(config, field.name) for field in fields(config)}
+    has_tail = call.key.size(2) % TILE_KEYS != 0
+    # blocks of a tile may differ, also where no mask_mod does
+    may_mask = has_tail or call.mask is not None or call.blocks is not None
+    found |= {"HAS_TAIL": has_tail, "MAY_MASK": may_mask, "NEEDS_QUERIES": may_mask}
+    found |= {"OVERLAPS": overlaps, "STEPS_PAST_END": True}
+    if call.mask is not None:
+        # scores are not transposed here
+        fragment = mask_fragment(call.mask.program, mask_target(call, form.narrow), Axes.KV)
+        found |= fragment.fields("MASK")
+    return RolesConfig(**found, SHIFT=shift_of(call.query.dtype))
+
+
+def shift_of(dtype: torch.dtype) -> int:
+    """SHIFT of these operands."""
+    return 12 if dtype == torch.bfloat16 else 0
 
 
 def adds_in_each_step(call: AttentionCall) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnloom.backends.gluon import launch_wide, ready_backward
+from attnloom.backends.gluon import launch_roles, launch_wide, ready_backward
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.few_keys import finer
@@ -56,7 +56,8 @@ def backward(
     """Gradients of a forward's inputs from those of out and lse. No tensor is empty."""
     if launch_wide.takes(call):
         operands = Operands.of(call, out, lse, ready_backward.with_descriptor(dout), dlse)
-        found = launch_wide.backward(operands)
+        found = launch_roles.backward(operands) if launch_roles.takes(call) else None
+        found = launch_wide.backward(operands) if found is None else found
         if found is not None:
             return found
     why = ready_backward.portable(call)
@@ -110,7 +111,8 @@ def backward_again(
         return None
     operands, sources = found
     if wide:
-        return launch_wide.again(operands, sources)
+        again = launch_roles.again(operands, sources) if launch_roles.takes(call) else ""
+        return launch_wide.again(operands, sources) if isinstance(again, str) else again
     seen, ready = ready_backward.remembered(ready_backward.key_of(operands))
     if ready is None:
         return _HEAVY if seen else None

@@ -1,5 +1,6 @@
-"""Backward launches for heads of 129 to 192: dk and dq by wide_kernel, dv by the portable key
-kernel that has it alone, on row statistics of the portable kernels (backward_wide.py)."""
+"""Backward launches for heads of 129 to 192 that launch_roles.py leaves: dk and dq by wide_kernel,
+dv by the portable key kernel that has it alone, on row statistics of the portable kernels
+(backward_wide.py)."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def form_of(call: AttentionCall) -> Form:
 
 
 def takes(call: AttentionCall) -> bool:
-    """Whether a backward is one for these kernels, as far as can be told before they are made.
+    """Whether a backward is one for these kernels or those of launch_roles.py, as far as can be
+    told before they are made.
 
     No head is too narrow: the main kernel's 4 products, of whole panels, have at most 1.06 times
     the columns of the 6 that they stand for in the portable kernels (D=136, Dv=8), and a column

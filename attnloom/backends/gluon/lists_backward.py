@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from attnloom.backends.gluon.configs_backward import KEYS, STEP
+from attnloom.backends.gluon.configs_backward import KEYS, STEP, TILE_KEYS
+from attnloom.backends.gluon.merged_lists import merged_lists
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton import list_launches
 from attnloom.backends.triton.lists import remembered, work_lists
@@ -17,6 +18,7 @@ from attnloom.block_mask import BlockLists
 
 _NO_LISTS = (0.0,) * 12
 _NO_ROWS = (0.0,) * 10
+_PIECES = 3  # of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,26 @@ def key_lists(call: AttentionCall, sweeps: bool = False) -> tuple[Any, ...]:
     # a kernel needs an address, also to read nothing from
     entries = entries if entries.numel() else entries.new_zeros(1)
     return turned.offsets, entries, work.work, *work.steps, *num_key_blocks
+
+
+def tile_lists(call: AttentionCall) -> tuple[Any, ...]:
+    """`lists` of roles_kernel, of tiles of TILE_KEYS: (first entry and last + 1 of each tile,
+    entries of merged_lists.py, work, batch step, head step, twice the tiles)."""
+    blocks = call.blocks
+    if blocks is None:
+        return _NO_LISTS
+    turned = transposed_lists(blocks).blocks
+    found = merged_lists(turned, _PIECES, TILE_KEYS // _PIECES)
+    num_bounds = pack_ints((2 * found.work.size(1),))
+    return found.bounds, found.entries, found.work, *found.steps, *num_bounds
+
+
+def expected_tile_lists(call: AttentionCall) -> tuple[Any, ...]:
+    """Of the types that `tile_lists` has."""
+    if call.blocks is None:
+        return _NO_LISTS
+    entries = call.blocks.entries
+    return call.blocks.row_offsets, entries, entries, *_NO_LISTS[3:]
 
 
 def expected_key_lists(call: AttentionCall) -> tuple[Any, ...]:

@@ -1,15 +1,20 @@
 """Block lists for tiles that hold rows of several blocks of a mask, derived on the mask's device.
 
 A tile of three consumers has 192 queries, over blocks of 128. Its list is the union of the lists of
-the blocks that it touches, and each entry says of each consumer, whose ROWS queries lie in one
-block, whether its block is live and whether it is partial:
+the blocks that it touches, and each entry says of each consumer, whose rows lie in one block,
+whether its block is live and whether it is partial:
 
     entry = kv_block << FLAG_BITS | sum of (2 + partial) << (2 * consumer) over live consumers
+
+The backward of wide heads has tiles of 96 keys, whose pieces of 32 take the place of consumers, in
+lists of the transposed mask (lists_backward.py).
 
 No step waits for the device: sizes are those of the given lists.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -22,25 +27,33 @@ from attnloom.block_mask import BlockLists
 FLAG_BITS = 6
 LIMIT = 1 << 24  # entries beyond which the sort takes more memory than it is worth
 
-MergedLists = tuple[torch.Tensor, torch.Tensor, tuple[float, ...]]
+
+@dataclass(frozen=True, slots=True)
+class MergedLists:
+    """bounds: int64 [units * tiles, 2], a tile's first entry and last + 1. work, steps: see
+    backends.triton.lists.WorkLists."""
+
+    entries: torch.Tensor
+    bounds: torch.Tensor
+    work: torch.Tensor
+    steps: tuple[float, ...]
 
 
-def merged_lists(blocks: BlockLists, consumers: int) -> MergedLists:
-    """(entries, work, steps) as backends.triton.lists.WorkLists describes the last two; computed
-    once a mask and number of consumers."""
-    return remembered(_merge, blocks, consumers)
+def merged_lists(blocks: BlockLists, consumers: int, rows: int = ROWS) -> MergedLists:
+    """Lists of tiles of so many consumers of `rows` each; computed once a mask and tile."""
+    return remembered(_merge, blocks, consumers, rows)
 
 
-def _merge(blocks: BlockLists, consumers: int) -> MergedLists:
-    num_tiles = -(-blocks.q_len // (consumers * ROWS))
+def _merge(blocks: BlockLists, consumers: int, rows: int = ROWS) -> MergedLists:
+    num_tiles = -(-blocks.q_len // (consumers * rows))
     if not _takes(blocks, num_tiles, consumers):
-        return merged_by_sort(blocks, consumers)
-    parts = blocks.q_block // ROWS
+        return merged_by_sort(blocks, consumers, rows)
+    parts = blocks.q_block // rows
     entries, bounds = list_launches.join(blocks, num_tiles, consumers, parts, FLAG_BITS)
     units = blocks.num_batches * blocks.num_heads
     work = entries.new_empty((units, num_tiles, 3))
     list_launches.rank(work, bounds, num_tiles, step=2)
-    return entries, work, _steps(blocks)
+    return MergedLists(entries, bounds.view(-1, 2), work, _steps(blocks))
 
 
 def _takes(blocks: BlockLists, num_tiles: int, consumers: int) -> bool:
@@ -59,12 +72,12 @@ def _steps(blocks: BlockLists) -> tuple[float, ...]:
     )
 
 
-def merged_by_sort(blocks: BlockLists, consumers: int) -> MergedLists:
+def merged_by_sort(blocks: BlockLists, consumers: int, rows: int = ROWS) -> MergedLists:
     """MergedLists by torch's operators."""
     grid = blocks.grid
     num_units = blocks.num_batches * blocks.num_heads
-    num_tiles = -(-blocks.q_len // (consumers * ROWS))
-    keys, flags = _by_consumer(blocks, num_tiles, consumers)
+    num_tiles = -(-blocks.q_len // (consumers * rows))
+    keys, flags = _by_consumer(blocks, num_tiles, consumers, rows)
     keys, order = keys.sort()
     flags = flags[order]
     first = torch.ones_like(keys, dtype=torch.bool)
@@ -80,22 +93,23 @@ def merged_by_sort(blocks: BlockLists, consumers: int) -> MergedLists:
 
     starts = torch.arange(num_units * num_tiles + 1, device=keys.device) * grid.num_kv_blocks
     offsets = count[torch.searchsorted(keys, starts)]
+    bounds = torch.stack((offsets[:-1], offsets[1:]), 1)
     offsets, ends = offsets[:-1].view(num_units, -1), offsets[1:].view(num_units, -1)
     # stable: equal tiles keep their order, so that neighbours share keys in the cache
     tile = (ends - offsets).argsort(dim=1, descending=True, stable=True)
     work = torch.stack((tile, offsets.gather(1, tile), ends.gather(1, tile)), 2)
-    return entries, work.int().contiguous(), _steps(blocks)
+    return MergedLists(entries, bounds, work.int().contiguous(), _steps(blocks))
 
 
 def _by_consumer(
-    blocks: BlockLists, num_tiles: int, consumers: int
+    blocks: BlockLists, num_tiles: int, consumers: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every live block and every ROWS queries of it: (unit, tile, kv block) as one number, and
+    """For every live block and every so many rows of it: (unit, tile, kv block) as one number, and
     the flags of the consumer that has them."""
     grid = blocks.grid
     row = blocks.entry_rows()
     unit, q_block = row // grid.num_q_blocks, row % grid.num_q_blocks
-    parts = blocks.q_block // ROWS
+    parts = blocks.q_block // rows
     chunk = q_block[:, None] * parts + torch.arange(parts, device=row.device)
     tile, consumer = chunk // consumers, chunk % consumers
     kv_block = (blocks.entries >> 1).long()[:, None]

@@ -97,7 +97,7 @@ def refusal(call: AttentionCall) -> str | None:
         return f"blocks of the mask are smaller than {STEP} x {KEYS}."
     if blocks is not None and blocks.entries.numel() > _INT32:
         return "the mask has more than 2**31 live blocks."
-    if _lines(query) > _INT32:
+    if lines_of(query) > _INT32:
         return "there are more than 2**31 rows."
     return None
 
@@ -129,7 +129,7 @@ def slower_keys(call: AttentionCall) -> str | None:
     query, key = call.query, call.key
     if _leaves_idle(query, key):
         return "there are few keys for many queries."
-    if _units(query, key) > 1 and tells_heads_apart(call):
+    if units_of(query, key) > 1 and tells_heads_apart(call):
         return "the mods tell heads apart that share keys."
     return None
 
@@ -149,7 +149,7 @@ def _padded(head_dim: int, value_dim: int) -> float:
     return done / (3 * sum(configs.chunks(head_dim)) + 2 * sum(configs.chunks(value_dim)))
 
 
-def _units(query: torch.Tensor, key: torch.Tensor) -> int:
+def units_of(query: torch.Tensor, key: torch.Tensor) -> int:
     """Pairs of batch entry and query head for each of the key's."""
     return query.size(0) // key.size(0) * (query.size(1) // key.size(1))
 
@@ -158,7 +158,7 @@ def _leaves_idle(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether half of the processors would have no program, where the portable kernels divide the
     queries of a key head among several."""
     num_processors = configs.device_of(query.device).num_processors
-    return _units(query, key) > 1 and 2 * num_programs(key) <= num_processors
+    return units_of(query, key) > 1 and 2 * num_programs(key) <= num_processors
 
 
 def num_programs(key: torch.Tensor) -> int:
@@ -173,16 +173,16 @@ def programs_of(form: Form, key: torch.Tensor) -> int:
     return min(drawn, configs.device_of(key.device).num_processors)
 
 
-def _pitch(query: torch.Tensor, step: int = STEP) -> int:
+def pitch_of(query: torch.Tensor, step: int = STEP) -> int:
     """Q_LEN in whole steps."""
     return -(-query.size(2) // step) * step
 
 
-def _lines(query: torch.Tensor, step: int = STEP) -> int:
+def lines_of(query: torch.Tensor, step: int = STEP) -> int:
     """Rows of all heads, and STEP that are nobody's. A longer step there has zeros for the other
     statistics, as copies have them past a tensor's end, for queries and gradients that are zeros:
     it adds nothing to dk and dv."""
-    return query.size(0) * query.size(1) * _pitch(query, step) + STEP
+    return query.size(0) * query.size(1) * pitch_of(query, step) + STEP
 
 
 def finish_programs(lines: int, used: int) -> int:
@@ -235,7 +235,7 @@ def prepare(operands: Operands, form: Form, mods: Mods) -> Ready:
     query, key, value, dout = operands.inputs
     batch, heads, q_len, head_dim = query.shape
     step, width = form.step, width_of(head_dim)
-    lines, pitch = _lines(query, step), _pitch(query, step)
+    lines, pitch = lines_of(query, step), pitch_of(query, step)
     used = form.columns(head_dim) if form.native else width
     value_width = width_of(value.size(3))
     overlaps = configs.device_of(query.device).can_overlap

@@ -135,8 +135,8 @@ def lists_of(call: AttentionCall, form: Form) -> tuple[object, ...]:
     if blocks is None:
         return _NO_LISTS
     if form.is_apart(blocks.q_block):
-        entries, work, step = merged_lists.merged_lists(blocks, form.consumers)
-        return entries, work, *step
+        merged = merged_lists.merged_lists(blocks, form.consumers)
+        return merged.entries, merged.work, *merged.steps
     found = work_lists(blocks, form.tile_m)
     # a kernel needs an address, also to read nothing from
     entries = blocks.entries if blocks.entries.numel() else blocks.entries.new_zeros(1)

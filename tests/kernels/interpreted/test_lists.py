@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from attnloom import create_block_mask
 from attnloom.backends.triton import list_launches
 from attnloom.backends.triton.list_launches import _LANES, _RANKED_LANES
 from tests.kernels import list_deriving
@@ -33,6 +34,7 @@ def test_lists_are_those_of_sorting(mod: str, length: int, _few_lanes) -> None:
             list_deriving.check_transposed(blocks)
             list_deriving.check_swept(blocks)
             list_deriving.check_merged(blocks, 3)
+            list_deriving.check_merged(blocks, 3, 32, turned=True)
 
 
 @pytest.mark.parametrize("block", [(256, 64), (64, 64)], ids=str)
@@ -43,3 +45,9 @@ def test_in_one_step(block: tuple[int, int]) -> None:
     list_deriving.check_swept(blocks)
     for consumers in (2, 3):
         list_deriving.check_merged(blocks, consumers)
+
+
+def test_a_tile_past_the_last_block() -> None:
+    """Tiles of 96 keys cover 1,056 of 1,000, blocks 1,024."""
+    mask = create_block_mask(MODS["holes"], 2, 3, 100, 1000, "cpu", BLOCK_SIZE=(64, 128))
+    list_deriving.check_merged(mask.lists(), 3, 32, turned=True)
