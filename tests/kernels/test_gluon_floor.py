@@ -13,7 +13,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from attnloom.backends.gluon import forward_math
+from attnloom.backends.gluon import fields_forward, forward_math
+from attnloom.backends.gluon.score_form import constant, score_form
+from attnloom.ir.node import DType
+from attnloom.trace.tracer import trace_score
 
 INF, NAN, LEAST = math.inf, math.nan, torch.finfo(torch.float32).min
 SCORES = [-INF, -INF, -INF, LEAST, -1e38, -1e30, -(2.0**100), -3.0, 0.0, 2.5, 1e30, 3e38, NAN, INF]
@@ -27,18 +30,27 @@ def _row_max(s: torch.Tensor, _: Any) -> torch.Tensor:
 
 STAND_INS = {
     "gl": SimpleNamespace(
-        maximum=torch.fmax, where=torch.where, sum=lambda x, dim: x.sum(dim), log=torch.log
+        maximum=torch.fmax,
+        where=torch.where,
+        sum=lambda x, dim: x.sum(dim),
+        log=torch.log,
+        abs=torch.abs,
     ),
     "row_max": _row_max,
     "exp2_fast": torch.exp2,
     "LN_2": math.log(2),
     "LEAST": LEAST,
+    "HUGE": 2.0**31,
 }
 
 
-def results(scores: torch.Tensor, base: float, floor: bool) -> dict[str, torch.Tensor]:
+def results(
+    scores: torch.Tensor, base: float, floor: bool, huge: bool = False
+) -> dict[str, torch.Tensor]:
     """Of scores [steps, rows, keys]."""
-    cfg = SimpleNamespace(HAS_BIAS=False, MAY_MASK=True, HAS_SCORE=True, FLOOR=floor, BY_LANE=False)
+    cfg = SimpleNamespace(
+        HAS_BIAS=False, MAY_MASK=True, HAS_SCORE=True, FLOOR=floor, BY_LANE=False, HUGE=huge
+    )
     m_i = torch.full(scores.shape[1:2], LEAST if floor else -INF)
     l_i, acc = torch.zeros_like(m_i), torch.zeros_like(m_i)
     with mock.patch.dict(vars(forward_math), STAND_INS):
@@ -74,3 +86,43 @@ def test_the_same_results_bit_for_bit(base: float) -> None:
     assert (begun["lse"][empty] == -INF).all()
     assert (begun["maxima"][empty] == -INF).all()
     assert (begun["out"][empty] == 0).all()
+
+
+@pytest.mark.parametrize("lowest", [LEAST, -1e31, -(2.0**31), -(2.0**30), 3e38, 1e10])
+def test_rows_of_scores_as_large_as_numbers_go(lowest: float) -> None:
+    """A mask of finfo.min that is added to scores, as others write masks, made NaN of each row that
+    met a tile of nothing else."""
+    draw = torch.Generator().manual_seed(1)
+    scores = torch.randn(3, 64, 8, generator=draw)
+    scores[0, :48] = scores[1:, 16:32] = lowest  # at first, for good, then something else
+    scores[1, 32:40, ::2] = lowest
+    found = results(scores, 1.4426950408889634, False, huge=True)
+    exact = scores.double().permute(1, 0, 2).flatten(1)
+    weights = torch.softmax(exact, 1) @ torch.arange(1.0, 9.0).double().repeat(3)
+    torch.testing.assert_close(found["out"] / found["sums"], weights.float(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found["lse"], torch.logsumexp(exact, 1).float(), rtol=1e-5, atol=0)
+
+
+def lowest_where(s, b, h, q, kv):
+    return torch.where(q % 3 == 0, LEAST, s)
+
+
+BIAS = torch.zeros(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "huge"),
+    [
+        (lambda s, b, h, q, kv: 20 * torch.tanh(s / 20), False),
+        (lambda s, b, h, q, kv: s - 0.1 * torch.abs(q - kv), False),
+        (lambda s, b, h, q, kv: torch.where(q > kv, s, 0.5 * s), False),
+        (lowest_where, True),
+        (lambda s, b, h, q, kv: s + BIAS[q, kv], True),
+        (lambda s, b, h, q, kv: torch.exp(s), True),
+        (lambda s, b, h, q, kv: torch.where(q > kv, s, -INF), True),
+    ],
+)
+def test_score_mods_that_stay_small_cost_nothing(score_mod: Any, huge: bool) -> None:
+    score = trace_score(score_mod, DType.F32, torch.device("cpu"))
+    program = constant(score, False)  # as of the numbers that a process meets first
+    assert fields_forward._may_be_huge(score_form(program, False)) == huge

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attnloom.backends.gluon import merged_lists
-from attnloom.backends.gluon.configs_forward import Form
+from attnloom.backends.gluon.configs_forward import PANEL, Form
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.descriptors import Blank
 from attnloom.backends.gluon.fields_forward import Scales, config_of, form_of, scales_of
@@ -21,11 +21,11 @@ from attnloom.backends.triton.fields import Tensors, overhanging_block
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.lists import is_capturing, work_lists
 from attnloom.backends.triton.packed import pack_ints
-from attnloom.backends.triton.sizes import bytes_a_head, heads_together
+from attnloom.backends.triton.sizes import heads_together
 
 _NO_LISTS = (0.0,) * 8
 _REGISTERS = 256  # a thread, of a program of two warpgroups that is alone on a processor
-_BYTES_TOGETHER = 2**25  # of keys and values under a mask: two thirds of a cache of 50 MB
+_ROWS_TOGETHER = 2**16  # of heads under a mask, twice as many up to 64 columns
 _TILES_OF_A_HEAD = 8  # that run at once and so read the same keys, where rows differ in length
 
 
@@ -93,17 +93,20 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> R
 
 def _heads_together(call: AttentionCall, device: configs.Device) -> int:
     """Query heads taken together, whole groups of a key head: those that share the L2 cache, and
-    under a mask more. Its longest tiles start first among them, and the end is the more even. What
-    does not fit the cache costs power as well as time (H200 with 4 ms of rest before each run,
-    D = 128, causal, 2, 4, 8, 16 heads, S = 8192: 1.611, 1.588, 1.575, 1.612 ms at 1,639, 1,628,
-    1,624, 1,596 MHz; S = 16,384: 3.065, 3.035, 3.074, more; S = 32,768: 5.964, 5.996, 6.013,
-    6.160; D = 64, S = 8192: 4, 8, 16, 32 heads 1.097, 1.071, 1.048, more)."""
+    under a mask more. Its longest tiles start first among them, and the end is the more even; keys
+    and values that pass the cache again and again cost power as well as time (H200 with 4 ms of
+    rest before each run, causal, ms of 2, 4, 8, 16 heads: D = 128, S = 8192 1.610, 1.588, 1.575,
+    1.612 at 1,639, 1,628, 1,624 and 1,596 MHz; S = 16,384 3.065, 3.035, 3.074; S = 32,768 5.964,
+    5.996, 6.013, 6.160; D = 96 1.428, 1.403, 1.389, 1.416, ten 1.432; D = 192 2.338, 2.336, 2.303,
+    2.367; D = 256 3.121, 3.112, 3.031, 3.085; D = 64 4, 8, 16, 32 heads 1.097, 1.071, 1.048)."""
     together = heads_together(call, device)
     if call.blocks is None or has_short_rows(call):
         return together
     group = call.query.size(1) // call.key.size(1)
     most = device.num_processors // _TILES_OF_A_HEAD
-    return max(together, min(most, _BYTES_TOGETHER // bytes_a_head(call) * group) // group * group)
+    narrow = max(call.query.size(3), call.value.size(3)) <= PANEL
+    rows = _ROWS_TOGETHER * 2 if narrow else _ROWS_TOGETHER
+    return max(together, min(most, rows // call.query.size(2)) // group * group)
 
 
 def start(ready: Ready, call: AttentionCall, tensors: Tensors) -> None:

@@ -19,17 +19,14 @@ def is_decode(call: AttentionCall) -> bool:
     return batch * heads < configs.device_of(call.query.device).num_processors
 
 
-def bytes_a_head(call: AttentionCall) -> int:
-    """Of keys and values, at least 1."""
-    key, value = call.key, call.value
-    widths = key.size(3) * key.element_size() + value.size(3) * value.element_size()
-    return max(1, key.size(2) * widths)
-
-
 def heads_together(call: AttentionCall, device: configs.Device) -> int:
     """Query heads taken together, whole groups of a key head: a power of two of key heads whose
     keys and values share about a third of the L2 cache (H200, S = 8192: 4 heads at D = 128, 8 at
     64)."""
-    group = call.query.size(1) // call.key.size(1)
-    together = max(1, 3 * device.l2_bytes // 10 // bytes_a_head(call))
+    key, value = call.key, call.value
+    group = call.query.size(1) // key.size(1)
+    bytes_a_head = key.size(2) * (
+        key.size(3) * key.element_size() + value.size(3) * value.element_size()
+    )
+    together = max(1, 3 * device.l2_bytes // 10 // max(bytes_a_head, 1))
     return min(1 << (together.bit_length() - 1), 64) * group
