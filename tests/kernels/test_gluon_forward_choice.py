@@ -149,7 +149,7 @@ H200 = Device(90, 232_448, 132, 60 << 20)
     [
         (None, 1, 8192, 4),  # keys and values of a head are 4 MiB
         (causal, 1, 8192, 8),
-        (causal, 3, 8192, 6),
+        (causal, 3, 8192, 12),
         (causal, 32, 8192, 128),
         (causal, 1, 512, 64),
         (causal, 1, 16_384, 4),
