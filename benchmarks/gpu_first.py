@@ -20,6 +20,7 @@ from __future__ import annotations
 import compileall
 import contextlib
 import cProfile
+import itertools
 import os
 import pstats
 import statistics
@@ -62,32 +63,36 @@ def gpu_first_suite(keeps: Callable[[str], bool], peers: tuple[str, ...]) -> Ite
     for key, case in CASES.items():
         if not keeps(case.name):
             continue
-        for kind in ("call", "step"):
-            times = _cold_and_warm(key, ("attnloom", *rivals), kind)
+        kinds = "call", "step"
+        times = _cold_and_warm(key, ("attnloom", *rivals), kinds)
+        for kind in kinds:
             for i, phase in enumerate(("first", "warm")):
-                ours = times["attnloom"][i]
+                ours = times["attnloom", kind][i]
                 for peer in rivals:
                     yield Row(
                         SUITE, case.name, f"{phase}_{kind}", "ms", statistics.median(ours),
                         dtype="bf16", shape=case.shape, peer=peer,
-                        theirs=statistics.median(times[peer][i]), ours_p10=min(ours),
+                        theirs=statistics.median(times[peer, kind][i]), ours_p10=min(ours),
                         ours_p90=max(ours), num_runs=_ROUNDS,
                     )  # fmt: skip
 
 
 def _cold_and_warm(
-    key: str, contenders: Sequence[str], kind: str
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Milliseconds of each contender, with empty caches and with what those processes left."""
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contenders}
+    key: str, contenders: Sequence[str], kinds: Sequence[str]
+) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+    """Milliseconds of each contender and kind, with empty caches and with what those processes
+    left."""
+    times: dict[tuple[str, str], tuple[list[float], list[float]]] = {
+        place: ([], []) for place in itertools.product(contenders, kinds)
+    }
     with contextlib.ExitStack() as stack:
         waiting = []
-        for turn in range(_ROUNDS):
+        for turn, kind in itertools.product(range(_ROUNDS), kinds):
             for name in contenders if turn == 0 else contenders[:1]:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 for i in range(2):
                     started = stack.enter_context(_started(folder, key, name, kind))
-                    waiting.append((times[name][i], started))
+                    waiting.append((times[name, kind][i], started))
         for _, started in waiting:
             _read_ready(started)
         for found, started in waiting:
