@@ -10,9 +10,10 @@ torch's own first use of the device, of a matrix product and of the autograd eng
 clock starts, and so does that of `backward(gradient)`: it imports sympy, once a process, which took
 most of three seconds on a busy host, whoever's function was differentiated. What is timed ends when
 the device is done; the mask is built before. The suite compiles our modules to bytecode first, as
-pip does for all that it installs, torch and Triton among them. Its processes come to where the
-clock starts together, wait for a line to read there, and are timed one after the other: of ours
-medians of three, since single ones differ by a third on a host that others use too.
+pip does for all that it installs, torch and Triton among them. Its processes import what they need
+beside each other, wait for a line to read before they use the device, since contexts of others slow
+a first call down, and go on one after the other: of ours medians of three, since single ones differ
+by a third on a host that others use too.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def gpu_first_suite(keeps: Callable[[str], bool], peers: tuple[str, ...]) -> Ite
         for kind in kinds:
             for i, phase in enumerate(("first", "warm")):
                 ours = times["attnloom", kind][i]
-                for peer in rivals:
+                for peer in rivals or (None,):
                     yield Row(
                         SUITE, case.name, f"{phase}_{kind}", "ms", statistics.median(ours),
                         dtype="bf16", shape=case.shape, peer=peer,
-                        theirs=statistics.median(times[peer, kind][i]), ours_p10=min(ours),
-                        ours_p90=max(ours), num_runs=_ROUNDS,
+                        theirs=statistics.median(times[peer, kind][i]) if peer else None,
+                        ours_p10=min(ours), ours_p90=max(ours), num_runs=_ROUNDS,
                     )  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def _cold_and_warm(
 
 
 def _started(folder: str, key: str, contender: str, kind: str) -> subprocess.Popen[str]:
-    """A process that goes up to where its clock starts."""
+    """A process that goes up to where it uses the device."""
     places = {name: str(Path(folder) / part) for name, part in _CACHES.items()}
     environment = os.environ | places | {"ATTNLOOM_QUICK_START": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu_first", key, contender, kind, "0", "wait"]
@@ -130,6 +131,9 @@ def _timed(started: subprocess.Popen[str]) -> float:
 
 def main(key: str, contender: str, kind: str, functions: str = "0", wait: str = "") -> None:
     """Print the milliseconds of one first call or first training step; wait: for a line to read."""
+    if wait:
+        print(_READY, flush=True)
+        sys.stdin.readline()
     case = CASES[key]
     inputs = [x.requires_grad_(kind == "step") for x in case.inputs()]
     square = torch.randn(64, 64, device=DEVICE, requires_grad=True)
@@ -139,9 +143,6 @@ def main(key: str, contender: str, kind: str, functions: str = "0", wait: str = 
     assert attention is not None
     dout = torch.randn_like(inputs[0])
     torch.cuda.synchronize()
-    if wait:
-        print(_READY, flush=True)
-        sys.stdin.readline()
     profile = cProfile.Profile() if int(functions) else contextlib.nullcontext()
     start = time.perf_counter()
     with profile:
