@@ -145,8 +145,9 @@ class _Compiler:
     """In place of launcher.Launcher: compiles what it would launch."""
 
     def __init__(
-        self, kernel: Any, config: Any, grid: int, options: dict[str, int], operands: int = 0
+        self, kernel: Any, config: Any, grid: int, options: dict[str, int], hasty: bool = False
     ) -> None:
+        assert not hasty
         self.kernel, self.config, self.options = kernel, config, options
 
     def __call__(self, aligned: bool, *args: object) -> None:

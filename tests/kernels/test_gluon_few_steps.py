@@ -60,13 +60,23 @@ def consumers(call: AttentionCall) -> list[int]:
         return [form.consumers for form in launch_forward._in_order(call, True)]
 
 
+def is_two_first(call: AttentionCall) -> bool:
+    first, *others = consumers(call)
+    return first == 2 and set(others) == {3}
+
+
+def is_two_last(call: AttentionCall) -> bool:
+    *others, last = consumers(call)
+    return last == 2 and set(others) == {3}
+
+
 FEW = [(causal, 300), (causal, 512), (causal, 1000), (causal, 1024), (window, 1024)]
 FEW += [(window, 8192), (None, 128), (None, 512)]
 
 
 @pytest.mark.parametrize(("mask", "length"), FEW)
 def test_few_steps_get_two_consumers_first(mask: Any, length: int) -> None:
-    assert consumers(call_of(mask, length)) == [2, 3, 3]
+    assert is_two_first(call_of(mask, length))
 
 
 # 192 queries without a mask are one tile of three consumers, and two tiles of two
@@ -75,7 +85,7 @@ MANY = [(causal, 2048), (causal, 8192), (wide_window, 8192), (None, 192), (None,
 
 @pytest.mark.parametrize(("mask", "length"), MANY)
 def test_many_steps_keep_three(mask: Any, length: int) -> None:
-    assert consumers(call_of(mask, length)) == [3, 3, 2]
+    assert is_two_last(call_of(mask, length))
 
 
 def test_the_causal_form_follows_from_the_length() -> None:
@@ -124,8 +134,8 @@ def test_launches_with_few_and_with_many_steps_are_remembered_apart() -> None:
     )
     many = call_of(causal, 2048)
     few = replace(many, blocks=near.lists())
-    assert consumers(few) == [2, 3, 3]
-    assert consumers(many) == [3, 3, 2]
+    assert is_two_first(few)
+    assert is_two_last(many)
     with device_is("sm_90"):
         assert launch_forward._key(few, False) != launch_forward._key(many, False)
 
