@@ -24,6 +24,7 @@ import cProfile
 import itertools
 import os
 import pstats
+import re
 import statistics
 import subprocess
 import sys
@@ -45,7 +46,7 @@ CASES = {
     "alibi": GpuCase("causal+alibi", 2, 16, 16, 2048, 2048, 64),
 }
 _ROUNDS = 3
-_READY = "ready"
+_READY, _TOOK = "ready", "ms: "
 _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "ATTNLOOM_CACHE_DIR": "attnloom",
@@ -93,6 +94,7 @@ def _cold_and_warm(
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 for i in range(2):
                     started = stack.enter_context(_started(folder, key, name, kind))
+                    stack.callback(started.kill)  # if another one fails
                     waiting.append((times[name, kind][i], started))
         for _, started in waiting:
             _read_ready(started)
@@ -124,9 +126,10 @@ def _read_ready(started: subprocess.Popen[str]) -> None:
 
 def _timed(started: subprocess.Popen[str]) -> float:
     said, _ = started.communicate("go\n")
-    if started.returncode:
+    found = re.search(rf"^{_TOOK}(.*)$", said, re.MULTILINE)
+    if started.returncode or found is None:
         raise RuntimeError(f"{started.args} failed:\n{said[-2000:]}")
-    return float(said.split()[-1])
+    return float(found[1])
 
 
 def main(key: str, contender: str, kind: str, functions: str = "0", wait: str = "") -> None:
@@ -155,7 +158,7 @@ def main(key: str, contender: str, kind: str, functions: str = "0", wait: str = 
         table = pstats.Stats(profile)
         for order in ("cumulative", "tottime"):
             table.sort_stats(order).print_stats(int(functions))
-    print(taken * 1e3)
+    print(f"{_TOOK}{taken * 1e3}")
 
 
 if __name__ == "__main__":

@@ -160,13 +160,15 @@ def test_rows_whose_scores_are_lowest(name: str, D: int) -> None:
 
 
 @pytest.mark.parametrize("D", [64, 128, 192])
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e9])
 @pytest.mark.parametrize("first", ["early keys", "late keys"])
-def test_a_mask_of_lowest_numbers_that_is_added(first: str, D: int) -> None:
-    """finfo.min in whole tiles of a row, the first it meets among them, was NaN in its results."""
-    q, k, v, dout = inputs(300, 420, D, 1.0)
+def test_a_low_number_that_is_added_hides_keys(first: str, low: float, D: int) -> None:
+    """In whole tiles of a row, the first it meets among them, it was NaN in what followed."""
+    dtype = torch.float16 if low == -1e9 else torch.bfloat16
+    q, k, v, dout = (t.to(dtype) for t in inputs(300, 420, D, 1.0))
     rows, columns = torch.arange(300, device="cuda")[:, None], torch.arange(420, device="cuda")
     keep = rows + 5 >= columns if first == "late keys" else rows <= columns
-    added = torch.zeros(300, 420, device="cuda").masked_fill(~keep, torch.finfo(torch.float32).min)
+    added = torch.zeros(300, 420, device="cuda").masked_fill(~keep, low)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out, aux = flex_attention(
         *leaves, lambda s, b, h, i, j: s + added[i, j], enable_gqa=True, kernel_options=OPTIONS,

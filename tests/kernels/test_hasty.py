@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,14 +21,15 @@ from tests.kernels.test_gluon_compile_forward import BF16, call_of, causal, comp
 
 
 @pytest.fixture
-def levels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What LLVM was asked for."""
+def levels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What LLVM was asked for, with nothing on disk."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found: list[Any] = []
     plain = compiler.llvm.optimize_module
 
-    def optimize_module(module: Any, level: Any, *args: Any) -> Any:
+    def optimize_module(module: Any, level: Any, *args: Any, **options: Any) -> Any:
         found.append(level)
-        return plain(module, level, *args)
+        return plain(module, level, *args, **options)
 
     monkeypatch.setattr(compiler.llvm, "optimize_module", optimize_module)
     monkeypatch.setattr(hasty, "_here", hasty.threading.local())

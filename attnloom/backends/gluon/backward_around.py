@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnloom.backends.triton.device_math import HUGE, LOG2_E, whole, whole32
+from attnloom.backends.triton.device_math import FAR, LOG2_E, whole, whole32
 from attnloom.backends.triton.tiles import load_tile
 
 
@@ -51,9 +51,8 @@ def prepare_kernel(out, dout, dlse, lse, stats, dq_sum, rows, shape, strides, cf
         delta -= tl.load(dlse + at, mask=live, other=0.0)
     natural = tl.load(lse + at, mask=live, other=float("-inf"))
     line = pid.to(tl.int64) * M + tl.arange(0, M)
-    # rows without keys have no gradients; nor have those past HUGE, as score_mods may make them:
-    # their lse is their maximum alone, which does not tell their weights
-    dead = (natural == float("-inf")) | (tl.abs(natural) >= HUGE)
+    # rows without keys have no gradients; nor have those past FAR, see delta_kernel
+    dead = (natural == float("-inf")) | (tl.abs(natural) >= FAR)
     tl.store(stats + line, tl.where(dead, float("inf"), natural * LOG2_E))
     lines = (num_heads.to(tl.int64) * tiles + 1) * M
     tl.store(stats + lines + line, delta)

@@ -13,11 +13,11 @@ from attnloom.backends.gluon.score_form import ScoreForm, constant, score_form
 from attnloom.backends.registry import AttentionCall
 from attnloom.backends.triton.config import KernelConfig
 from attnloom.backends.triton.configs import per_block
-from attnloom.backends.triton.device_math import HUGE, LOG2_E
-from attnloom.backends.triton.emit import NEAR, Target
+from attnloom.backends.triton.device_math import LOG2_E
+from attnloom.backends.triton.emit import Target
+from attnloom.backends.triton.fields import may_be_huge
 from attnloom.backends.triton.layouts import is_narrow
 from attnloom.ir.node import Axes, BoundProgram, DType, Program
-from attnloom.ir.passes.bounds import stays_within
 
 _COLUMN_TYPES = {
     DType.BOOL: gl.int8,
@@ -26,7 +26,6 @@ _COLUMN_TYPES = {
     DType.F32: gl.float32,
 }
 _MAX_COLUMNS = 2
-_SCORE = 2.0**20  # what scores are taken to be at most, before a score_mod
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -38,7 +37,7 @@ class ForwardSm90Config(Sm90Config):
     APART: consumers of a tile may have different live blocks.
     NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
-    HUGE: scores may be as large as device_math.HUGE.
+    HUGE: scores may be so large (backends/triton/fields.py).
     FLOOR: maxima begin at the least finite number.
     BAKED: FACTOR and BASE are literals. OUT_IN_Q: results leave from where the queries were.
     PANELS: as many tiles of D or DV columns cover a head dimension.
@@ -169,20 +168,13 @@ def config_of(
         COLUMN0=columns[0] if columns else gl.int32,
         COLUMN1=columns[1] if len(columns) > 1 else gl.int32,
         WANT_MAX=want_max_scores,
-        HUGE=_may_be_huge(score),
+        HUGE=score is not None and score.inner is not None and may_be_huge(score.inner),
         FLOOR=may_be_empty and _may_begin_finite(scales) and not shared["HAS_BIAS"],
         UNSCALED=scales.unscaled,
         BAKED=scales.baked,
         FACTOR=scales.factor if scales.baked else 0.0,
         BASE=scales.base if scales.baked else 0.0,
     )
-
-
-def _may_be_huge(score: ScoreForm | None) -> bool:
-    """Whether a score_mod may lead where exponents are no longer told apart, as the lowest finite
-    number does that some masks add. Scores themselves are taken not to."""
-    inner = None if score is None else score.inner
-    return inner is not None and not stays_within(inner, HUGE.value, _SCORE, NEAR)
 
 
 def _may_begin_finite(scales: Scales) -> bool:

@@ -16,7 +16,7 @@ from attnloom.backends.gluon.builtins import chosen, exp2_fast, times_unless_one
 from attnloom.backends.gluon.emit_mask import LANE
 from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import key_tile
-from attnloom.backends.triton.device_math import HUGE, LN_2
+from attnloom.backends.triton.device_math import LN_2
 
 # Below no finite number. A maximum that begins here (FLOOR) needs no question in each step whether
 # its row has seen a key: exponentials of -inf are 0 beside it, as long as `base` is at most 1.
@@ -168,10 +168,8 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
     if cfg.HAS_BIAS:
         top = top - bias
     if cfg.HUGE:
-        # top * base would overflow, or be off by more than exponents can be; beside such a maximum
-        # a weight is 1 or 0 whatever the factor
-        factor = gl.where(gl.abs(top) < HUGE, base, 1.0)
-        p = exp2_fast(s * factor[:, None] - (top * factor)[:, None])
+        # rounded, top * base is off by more than exponents may be, or past all numbers
+        p = exp2_fast((s - top[:, None]) * base)
     else:
         p = exp2_fast(s * base - (top * base)[:, None])
     if cfg.BY_LANE:

@@ -20,7 +20,7 @@ Glossary, beyond forward.py's
 import triton
 import triton.language as tl
 
-from attnloom.backends.triton.device_math import LOG2_E, whole, whole32
+from attnloom.backends.triton.device_math import FAR, LOG2_E, whole, whole32
 from attnloom.backends.triton.tiles import load_tile, store_tile
 
 COLUMNS = tl.constexpr(64)  # of dq's memory at a time
@@ -207,7 +207,12 @@ def delta_kernel(out, dout, dlse, lse, stats, dq_sum, shape, strides, cfg: tl.co
         delta -= tl.load(dlse + at, mask=live, other=0.0)
     natural = tl.load(lse + at, mask=live, other=float("-inf"))
     unit: tl.constexpr = 1.0 if cfg.NATURAL else LOG2_E
-    lse_log2 = tl.where(natural == float("-inf"), float("inf"), natural * unit)
+    dead = natural == float("-inf")
+    if not cfg.NATURAL:
+        # rows that a score_mod made of nothing else: their lse is their maximum alone, which does
+        # not tell their weights, and times log2(e) may be past all numbers
+        dead = dead | (tl.abs(natural) >= FAR)
+    lse_log2 = tl.where(dead, float("inf"), natural * unit)
     tl.store(stats + to, lse_log2)
     tl.store(stats + whole(shape, 9) * pitch + to, delta)
     for c in tl.static_range(0, cfg.CLEARED, COLUMNS):

@@ -82,7 +82,8 @@ class Job:
         except Exception as error:
             # the launch compiles once more, and raises where its caller sees it
             _log.debug("a kernel could not be compiled ahead: %s", error)
-            self.made.set_exception(error)
+            # what a traceback holds, the caller's tensors among it, would live as long as the job
+            self.made.set_exception(error.with_traceback(None))
         finally:
             self.read.set()
 
@@ -96,7 +97,7 @@ class Job:
         except _NotThereError:
             self.missed, _thread.look, made = True, False, None
             if self._otherwise is not None:
-                launch, args = self._otherwise
+                (launch, args), self._otherwise = self._otherwise, None
                 made = launch.compile(args)
         return made
 

@@ -13,7 +13,10 @@ from attnloom.backends.triton.unpack import double, real, whole, whole32
 __all__ = ["double", "real", "whole", "whole32"]  # for fragments, beside what follows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-HUGE = tl.constexpr(2.0**31)  # from here on float32 numbers are whole multiples of 256
+# A score times log2(e), rounded, less than which another is subtracted in one multiply-add: from
+# HUGE on exponents are off by an eighth, from FAR on by a half and, at 1e9, by 18.
+HUGE = tl.constexpr(2.0**22)
+FAR = tl.constexpr(2.0**24)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 

@@ -20,12 +20,16 @@ from attnloom.backends.triton.arguments import (
     unit_stride,
 )
 from attnloom.backends.triton.config import KernelConfig, value_of
+from attnloom.backends.triton.device_math import HUGE
+from attnloom.backends.triton.emit import NEAR
 from attnloom.backends.triton.fragments import Fragment, mask_fragment, score_fragment
 from attnloom.backends.triton.interpreter import INTERPRETED
 from attnloom.backends.triton.layouts import mask_layouts, score_layouts
-from attnloom.ir.node import BoundProgram
+from attnloom.ir.node import BoundProgram, Program
+from attnloom.ir.passes.bounds import stays_within
 from attnloom.plan.problem import compute_type
 
+_SCORE = 2.0**20  # what scores are taken to be at most, before a score_mod
 _TL = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -67,6 +71,7 @@ class ForwardConfig(KernelConfig):
     OPERAND: tl.dtype
     ACC: tl.dtype
     NATURAL: bool
+    HUGE: bool
     SCORE_HEAD: JITFunction | None = None
     SCORE_ROW: JITFunction | None = None
     SCORE_BODY: JITFunction | None = None
@@ -210,6 +215,7 @@ def shared_fields(call: AttentionCall, tensors: Tensors, tile: configs.Tile) -> 
         "OPERAND": _TL[dtype],
         "ACC": _TL[wide],
         "NATURAL": num_tries(call) == 1,
+        "HUGE": call.score is not None and may_be_huge(call.score.program),
         **fragment_fields("SCORE", score),
         **fragment_fields("MASK", mask),
     }
@@ -274,6 +280,12 @@ def stored_type(dtype: torch.dtype) -> torch.dtype:
     """Type that a kernel computes with and stores in place of one: Triton's interpreter multiplies
     the bit patterns of bfloat16, and truncates where it rounds to it."""
     return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
+
+
+def may_be_huge(score: Program) -> bool:
+    """Whether a score_mod may lead to HUGE scores, as masks do that add the lowest finite number.
+    Scores themselves are taken not to; numbers, which kernels are not compiled for, may."""
+    return not stays_within(score, HUGE.value, _SCORE, NEAR)
 
 
 def num_tries(call: AttentionCall) -> int:

@@ -97,7 +97,7 @@ def accumulate(state, s, c, v_src, v_at, kv, cfg: tl.constexpr):
     if cfg.MAY_MASK or cfg.HAS_SCORE:
         # a row without a key so far would give exp2(-inf + inf)
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if cfg.NATURAL:
+    if cfg.NATURAL or cfg.HUGE:
         p = tl.exp2((s - m_use[:, None]) * c)
     else:
         p = tl.exp2(s * c - (m_use * c)[:, None])

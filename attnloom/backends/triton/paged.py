@@ -153,7 +153,7 @@ def _step(
         acc1 = acc1 * alpha[:, None]
     if cfg.E2 > 0:
         acc2 = acc2 * alpha[:, None]
-    if cfg.NATURAL:
+    if cfg.NATURAL or cfg.HUGE:
         p = tl.exp2((s - m_use[:, None]) * c)
     else:
         p = tl.exp2(s * c - (m_use * c)[:, None])

@@ -35,8 +35,8 @@ def test_dq_is_put_in_order(q_len: int, head_dim: int, width: int) -> None:
     held = torch.stack([in_order_of_registers(tile) for tile in sums.view(-1, TILE_M, width)])
     dq = torch.full((B, HQ, q_len, head_dim), float("nan"), dtype=torch.float16)
     cfg: Any = AroundConfig(
-        TILE_M=TILE_M, CHUNK=64, WIDTH=width, COLUMNS=64, D=head_dim, DV=head_dim, HAS_DLSE=False,
-        SWEEPS=False, PER_BLOCK=1, OVERLAPS=False, USE_TMA=False, ALIGNED=True,
+        TILE_M=TILE_M, CHUNK=64, WIDTH=width, USED=width, COLUMNS=64, D=head_dim, DV=head_dim,
+        HAS_DLSE=False, SWEEPS=False, PER_BLOCK=1, OVERLAPS=False, USE_TMA=False, ALIGNED=True,
     )  # fmt: skip
     shape = pack_ints((HQ, q_len, tiles * TILE_M, B * HQ))
     finish_kernel[(B * HQ * tiles * (width // 64),)](held, dq, 0.5, shape, cfg)
