@@ -217,6 +217,8 @@ class BlockMask(KnownMasks, TorchLayout, Decoding):
                 self.full_kv_indices,
             )
             self._lists = lists_from_kv_blocks(blocks, self._seq_lengths, self.BLOCK_SIZE)
+        if self._lists.chosen is self._lists_of_mod:
+            self._lists = replace(self._lists, chosen=not self._lists_of_mod)
         if transforms.active():  # which wrap what they pass through a pytree
             self._lists = block_lists.plain(self._lists)
         return self._lists

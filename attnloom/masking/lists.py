@@ -54,6 +54,7 @@ class BlockLists:
     num_batches, num_heads: of the mask: 1 means broadcast.
     q_block, kv_block: tile sizes in tokens. q_len, kv_len: lengths in tokens.
     q_offset, kv_offset: added to a position before the mask_mod (and only it) sees it.
+    chosen: not derived from the mask_mod, which may hold where there is no tile.
     """
 
     row_offsets: torch.Tensor
@@ -66,6 +67,7 @@ class BlockLists:
     kv_len: int
     q_offset: int = 0
     kv_offset: int = 0
+    chosen: bool = False
 
     @property
     def grid(self) -> TileGrid:

@@ -196,14 +196,10 @@ def masked(
         edges = cfg.MASK_EDGES(args, head, column, b, h, kv, first + offsets[0], 0, False)
         place = gl.arange(0, cfg.TILE_M, queries.type.layout)
         keep = cfg.MASK_BODY(args, head, row, column, edges, b, h, q, kv, place, 0, False)
-        if cfg.HAS_TAIL:
-            keep = keep & (keys < kv_len)[:, None]
-        if cfg.MASK_JOINS or cfg.HAS_TAIL:
-            return bi.chosen(keep, p, less)
-        else:
-            return gl.where(keep, p, less)
-    else:
-        return gl.where((keys < kv_len)[:, None], p, less)
+        p = gl.where(keep, p, less)
+    if cfg.HAS_TAIL:
+        p = gl.where((keys < kv_len)[:, None], p, less)
+    return p
 
 
 @gluon.jit

@@ -226,7 +226,7 @@ def main_config(
     target = score_target(call, form, form.step, form.streamed)
     shared = shared_fields(
         call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target,
-        prefetch=form.prefetch, along=_along(call, form, widths),
+        prefetch=form.prefetch, along=Axes.NONE,
     )  # fmt: skip
     has_score = shared["HAS_SCORE"]
     by_head = units > 1 and (mods.sinks is not None or tells_heads_apart(call))
@@ -281,13 +281,6 @@ def _looks_up_queries(mask: BoundProgram | None) -> bool:
         node.op == "load" and axes & (Axes.Q | Axes.KV) == Axes.Q
         for node, axes in zip(mask.program.nodes, mask.program.axes, strict=True)
     )
-
-
-def _along(call: AttentionCall, form: Form, widths: tuple[int, int]) -> Axes:
-    """Columns whose mask has edges, see emit_mask.py. Where each thread looks up its own queries,
-    positions need their registers anyway (documents at D=128: 104 bytes spilled for 56)."""
-    alone = not form.rows_apart and _looks_up_queries(call.mask)
-    return Axes.NONE if alone and max(widths) > PANEL else Axes.Q
 
 
 def wide_config(operands: Operands, form: Form, mods: Mods) -> BackwardSm90Config:

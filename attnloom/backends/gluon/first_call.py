@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from attnloom.backends.gluon import configs_forward
+from attnloom.backends.gluon import configs_forward, merged_lists
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.ready_forward import (
     Ready,
@@ -117,6 +117,8 @@ def _compile(
 ) -> Job:
     """Compile the form that calls change over to, and where it spills, those that are tried then.
     What takes seconds holds no memory of the caller's."""
+    if call.blocks is not None and usual.form.is_apart(call.blocks.q_block):
+        merged_lists.ask_for_kernels(call.blocks, usual.form.consumers)
     hollow = _without_memory(call, tensors)
     others = [_launch_of(ready(), *hollow) for ready in following]
 

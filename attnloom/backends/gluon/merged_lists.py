@@ -56,6 +56,11 @@ def _merge(blocks: BlockLists, consumers: int, rows: int = ROWS) -> MergedLists:
     return MergedLists(entries, bounds.view(-1, 2), work, _steps(blocks))
 
 
+def ask_for_kernels(blocks: BlockLists, consumers: int) -> None:
+    """Have those be compiled in a while that will derive such lists, if they are not on disk."""
+    _takes(blocks, -(-blocks.q_len // (consumers * ROWS)), consumers)
+
+
 def _takes(blocks: BlockLists, num_tiles: int, consumers: int) -> bool:
     if not list_launches.takes(blocks, num_tiles * consumers):
         return False

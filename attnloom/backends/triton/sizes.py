@@ -11,9 +11,16 @@ _MAX_DECODE_ROWS_IDLE = 128  # the same where a forward would leave processors i
 
 
 def is_decode(call: AttentionCall) -> bool:
-    """Whether queries are so few that programs must share their keys to fill the device."""
+    """Whether queries are so few that programs must share their keys to fill the device, and the
+    rows of blocks of those that share a program may be united (lists.group_lists), which leaves it
+    to the mask_mod to tell them apart."""
     batch, heads, q_len, _ = call.query.shape
-    num_rows = heads // call.key.size(1) * q_len
+    blocks, group = call.blocks, heads // call.key.size(1)
+    if blocks is not None and blocks.chosen:
+        one_row = q_len <= blocks.q_block and (blocks.num_heads == 1 or group == 1)
+        if not one_row:
+            return False
+    num_rows = group * q_len
     if num_rows <= MAX_DECODE_ROWS or num_rows > _MAX_DECODE_ROWS_IDLE:
         return num_rows <= MAX_DECODE_ROWS
     return batch * heads < configs.device_of(call.query.device).num_processors
