@@ -218,10 +218,12 @@ def check_repeated() -> None:
         fresh = mask_of()  # whose lists for keys nobody has derived yet
         query, key, value = (x.detach() for x in leaves)
         attnloom.flex_attention(query, key, value, block_mask=fresh, kernel_options=OPTIONS)
+        # leaves that no stream has seen: autograd remembers that of their first use
+        own = [x.detach().clone().requires_grad_() for x in leaves]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            recorded = gradients_of(leaves, dout, fresh)
+            recorded = gradients_of(own, dout, fresh)
         for gradient in recorded:
             gradient.fill_(float("nan"))
         graph.replay()
