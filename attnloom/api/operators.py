@@ -135,7 +135,8 @@ def launch_of(
     lists = None
     if row_offsets is not None and entries is not None:
         fields = dict(zip(_BLOCK_FIELDS, blocks, strict=True))
-        lists = BlockLists(row_offsets=row_offsets, entries=entries, **fields)
+        chosen = bool(fields.pop("chosen"))
+        lists = BlockLists(row_offsets=row_offsets, entries=entries, chosen=chosen, **fields)
     count = len(programs[0].tensors) if programs[0] else 0
     numbers = _numbers(programs, integers, reals)
     bound = (
