@@ -82,6 +82,13 @@ _ready: dict[tuple[object, ...], _Ready] = {}
 
 def unseen(call: AttentionCall) -> str | None:
     """Why the kernel cannot be trusted with a call, None if it can."""
+    blocks, group = call.blocks, call.query.size(1) // max(call.key.size(1), 1)
+    if blocks is not None and blocks.chosen and blocks.num_heads > 1 and group > 1:
+        return (
+            f"its lists of blocks were chosen for each of {blocks.num_heads} heads; kernels over a "
+            f"cache read the lists of the {group} heads that share keys as one, which a mask_mod "
+            "tells apart. Build the mask with create_block_mask, or choose blocks by key head."
+        )
     if INTERPRETED:
         return None
     tensors = (call.query, call.key, call.value)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import attnloom
 from attnloom import BlockMask, flex_attention
 
 OPTIONS: Any = {"backend": "triton"}
@@ -43,3 +44,15 @@ def test_few_queries_see_their_own_blocks(
     wanted = (want, *torch.autograd.grad(want, y, dout.double()))
     for mine, theirs in zip(found, wanted, strict=True):
         assert (mine - theirs).abs().max() < 1e-5
+
+
+def test_over_a_cache_lists_chosen_by_head_are_refused_where_heads_share_keys() -> None:
+    """There they are united as well, and nothing else takes such calls."""
+    live = torch.eye(4, dtype=torch.bool)[None, :, None, :].expand(1, 4, 4, 4)
+    mask = BlockMask.from_block_bool(live, BLOCK_SIZE=128)
+    query, cache = torch.randn(1, 4, 1, 16), torch.randn(1, 1, 512, 16)
+    decode = mask.for_decode(torch.tensor([512], dtype=torch.int32))
+    with pytest.raises(attnloom.UnsupportedError, match="chosen for each of 4 heads"):
+        flex_attention(
+            query, cache, cache, block_mask=decode, enable_gqa=True, kernel_options=OPTIONS
+        )
