@@ -224,6 +224,8 @@ def main_config(
     exact = call.options.exact_math
     widths = width_of(query.size(3)), width_of(value.size(3))
     target = score_target(call, form, form.step, form.streamed)
+    # Masks without edges: what a step may need of them is computed in all steps here, transposed
+    # (causal, D = 128, S = 8192 and 32,768: 1.22 and 1.37 of the time, H200).
     shared = shared_fields(
         call, mods.score, widths, stages=form.stages, narrow=form.narrow, target=target,
         prefetch=form.prefetch, along=Axes.NONE,
