@@ -269,10 +269,10 @@ def test_a_launch_that_is_kept_is_for_what_the_ids_held(asked: list[Any]) -> Non
     with (
         device_is("sm_90"),
         mock.patch.object(launch_backward, "operands_of_aliases", found),
-        mock.patch.object(launch_backward, "_buffers", lambda *_: (lines, lines)),
+        mock.patch.object(launch_backward, "buffers", lambda *_: (lines, lines)),
         mock.patch.object(launch_backward, "counter_of", mock.Mock()),
         mock.patch.object(launch_backward, "_main_arguments", mock.Mock()),
-        mock.patch.object(launch_backward, "_prepare_arguments", mock.Mock()),
+        mock.patch.object(launch_backward, "prepare_arguments", mock.Mock()),
         mock.patch.object(ready_backward, "key_of", lambda operands: "key"),
         mock.patch.object(ready_backward, "_ready", {"key": ready}),
         mock.patch.object(launch_backward.BackwardAgain, "of", lambda *_: kept),

@@ -96,7 +96,7 @@ def test_one_kernel_that_spills_gives_way_to_the_other(spills: bool) -> None:
         mock.patch.object(launch_roles, "_prepare", mock.Mock(return_value=ready)) as prepare,
         mock.patch.object(launch_roles, "_run", mock.Mock(return_value="at once")) as run,
         mock.patch.object(launch_roles, "_main_arguments", lambda *_: ()),
-        mock.patch.object(launch_roles, "_buffers", lambda *_: (out, out)),
+        mock.patch.object(launch_roles, "buffers", lambda *_: (out, out)),
         mock.patch.object(launch_roles, "started_again", lambda *_: b"again"),
         mock.patch.object(launch_wide, "backward", lambda _: "without dv"),
         mock.patch.object(launch_wide, "again", lambda *_: "without dv again"),

@@ -9,8 +9,10 @@ rather wait always, a benchmark say, sets ATTNLOOM_QUICK_START=0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,11 +61,13 @@ def begin(
             return _started(prepare(call, tensors, quick, fixed), call, tensors, job)
         job.wait()
         return None
-    first = None if quick is None else prepare(call, tensors, quick, fixed)
+    first = (
+        None if quick is None else functools.cache(partial(prepare, call, tensors, quick, fixed))
+    )
     if not _is_there(usual, call, tensors, given, first):
         assert first is not None
-        if _started(first, call, tensors, None) is not None:
-            return replace(first, follower=_compile(usual, call, tensors, following))
+        if _started(first(), call, tensors, None) is not None:
+            return replace(first(), follower=_compile(usual, call, tensors, following))
     return None
 
 
@@ -78,7 +82,11 @@ def _quick(usual: Ready, call: AttentionCall) -> configs_forward.Form | None:
 
 
 def _is_there(
-    usual: Ready, call: AttentionCall, tensors: Tensors, given: AttentionCall, first: Ready | None
+    usual: Ready,
+    call: AttentionCall,
+    tensors: Tensors,
+    given: AttentionCall,
+    first: Callable[[], Ready] | None,
 ) -> bool:
     """Compile what `begin` says; first: where the usual kernel is not on disk this one is compiled,
     and that is all."""
@@ -88,12 +96,12 @@ def _is_there(
         return True
     if not is_new(usual.launch.config, call.for_backward):
         return True
-    otherwise = None if first is None else _launch_of(first, call, tensors)
+    otherwise = None if first is None else _launch_of(first(), call, tensors)
     job = Job([_launch_of(usual, call, tensors)], look=first is not None, otherwise=otherwise)
     if first is not None:
         job.read.wait()  # reading takes twice as long beside what torch's operators ask of Python
     # remembered; the first use of torch's operators loads their modules
-    lists_of(call, usual.form if first is None or not job.missed else first.form)
+    lists_of(call, usual.form if first is None or not job.missed else first().form)
     if call.for_backward:
         from attnloom.backends.gluon import backward_ahead
 

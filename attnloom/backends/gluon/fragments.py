@@ -9,14 +9,14 @@
                                                 the rest, of the shape and layout of the scores
 
 Masks have no pieces, and edges (emit_mask.py) of the rows of a tile, which the position along
-columns is compared with, `kv` in the forward and `q` in the backward. There they are
+columns is compared with: `kv`, or `q` where scores are transposed. For `kv` they are
 
     edges(args, head, row, b, h, q, first, limit, LIMITED) -> tuple of values a row, less `first`:
                                                 the position of the tile's first column
     body(args, head, row, column, edges, b, h, q, kv, place, QX, LIMITED) -> bool
                                                 place: columns from 0 on, a vector
 
-and with q and kv, row and column changed about here. LIMITED: columns after `limit` are none.
+and for `q` with q and kv, row and column changed about. LIMITED: columns after `limit` are none.
 
 `args` is what `backends.triton.arguments.bind` makes of a bound program. Scores have a layout L of
 two dimensions; QX is the axis that a vector of queries gains to become one of them:

@@ -19,6 +19,7 @@ from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.few_keys import finer
 from attnloom.backends.gluon.fields_backward import Mods
 from attnloom.backends.gluon.launch_forward import has_first_numbers
+from attnloom.backends.gluon.launch_shared import buffers, descriptors, prepare_arguments
 from attnloom.backends.gluon.lists_backward import (
     expected_key_lists,
     expected_row_lists,
@@ -116,14 +117,14 @@ def backward_again(
     seen, ready = ready_backward.remembered(ready_backward.key_of(operands))
     if ready is None:
         return _HEAVY if seen else None
-    stats, dq_sum = _buffers(operands, ready)
+    stats, dq_sum = buffers(operands, ready)
     device = operands.dq.device
     counter = counter_of(device).detach()
     sources = (*sources, stats, dq_sum)
     of_keys, of_rows = lists_of(operands.call, ready)
     main_arguments = _main_arguments(operands, ready, (stats, dq_sum), counter, _NO_SINKS, of_keys)
     prepare = ready.prepare.restart(
-        _prepare_arguments(operands, ready, stats, dq_sum, of_rows), sources
+        prepare_arguments(operands, ready, stats, dq_sum, of_rows), sources
     )
     main = ready.main.restart(main_arguments, (*sources, counter))
     if main is None:
@@ -153,8 +154,8 @@ def expected_launches(operands: Operands, ready: Ready) -> list[Launch]:
     lists = expected_key_lists(call)
     main_arguments = _main_arguments(operands, ready, (memory, memory), counter, _NO_SINKS, lists)
     lists = expected_row_lists(call, sweeps=ready.finish is None)
-    prepare_arguments = _prepare_arguments(operands, ready, memory, memory, lists)
-    launches: list[Launch] = [(ready.main, main_arguments), (ready.prepare, prepare_arguments)]
+    around = prepare_arguments(operands, ready, memory, memory, lists)
+    launches: list[Launch] = [(ready.main, main_arguments), (ready.prepare, around)]
     if ready.finish is not None:
         launches.append((ready.finish, _finish_arguments(operands, ready, memory)))
     return launches
@@ -163,10 +164,10 @@ def expected_launches(operands: Operands, ready: Ready) -> list[Launch]:
 def _run(operands: Operands, ready: Ready) -> Gradients:
     call, dq, dk, dv = operands.call, operands.dq, operands.dk, operands.dv
     captured = Captured.of(call)
-    stats, dq_sum = _buffers(operands, ready)
+    stats, dq_sum = buffers(operands, ready)
     sinks = _NO_SINKS if captured is None else captured.arguments(None)
     of_keys, of_rows = lists_of(call, ready)
-    args = _prepare_arguments(operands, ready, stats, dq_sum, of_rows)
+    args = prepare_arguments(operands, ready, stats, dq_sum, of_rows)
     ready.prepare(operands.rows_aligned, *args)
     counter = counter_of(stats.device)
     args = _main_arguments(operands, ready, (stats, dq_sum), counter, sinks, of_keys)
@@ -181,31 +182,10 @@ def _run(operands: Operands, ready: Ready) -> Gradients:
     return Gradients(dq, dk, dv, dtensors)
 
 
-def _buffers(operands: Operands, ready: Ready) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row statistics, and the memory that dq is added to."""
-    device = operands.dq.device
-    stats = torch.empty(2, ready.lines, dtype=torch.float32, device=device)
-    return stats, torch.empty(ready.sum_lines, ready.width, dtype=torch.float32, device=device)
-
-
 def lists_of(call: AttentionCall, ready: Ready) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Of the main kernel and of prepare; derived once a mask."""
     sweeps = ready.finish is None
     return key_lists(call, sweeps), row_lists(call, sweeps)
-
-
-def _prepare_arguments(
-    operands: Operands,
-    ready: Ready,
-    stats: torch.Tensor,
-    dq_sum: torch.Tensor,
-    lists: tuple[Any, ...],
-) -> tuple[Any, ...]:
-    lse, sweeps = operands.lse, ready.finish is None
-    return (
-        operands.out, operands.dout, lse if operands.dlse is None else operands.dlse, lse, stats,
-        operands.dq if sweeps else dq_sum, lists, ready.around_shape, ready.strides,
-    )  # fmt: skip
 
 
 def _main_arguments(
@@ -217,11 +197,7 @@ def _main_arguments(
     lists: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     call, (stats, dq_sum) = operands.call, buffers
-    query, key, value, dout = operands.inputs
-    tensors = (query, dout, key, value, operands.dk, operands.dv)
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = (
-        blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
-    )
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = descriptors(operands, ready)
     return (
         q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dv_desc,
         (dq_sum, operands.dq), counter, lists, bind(call.score), bind(call.mask), sinks,

@@ -28,6 +28,12 @@ from attnloom.backends.gluon.fields_backward import (
     tells_heads_apart,
 )
 from attnloom.backends.gluon.launch_forward import has_first_numbers
+from attnloom.backends.gluon.launch_shared import (
+    buffers,
+    descriptors,
+    prepare_arguments,
+    unless_it_spills,
+)
 from attnloom.backends.gluon.lists_backward import (
     expected_tile_lists,
     row_lists,
@@ -38,8 +44,7 @@ from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton import configs
 from attnloom.backends.triton.again import BackwardAgain
 from attnloom.backends.triton.arguments import bind, steps
-from attnloom.backends.triton.beside import Launch, wait_for_all
-from attnloom.backends.triton.choice import keep
+from attnloom.backends.triton.beside import Launch
 from attnloom.backends.triton.launch_backward import started_again
 from attnloom.backends.triton.launcher import Launcher, addresses_aligned
 from attnloom.backends.triton.operands import Operands
@@ -71,19 +76,7 @@ def takes(call: AttentionCall) -> bool:
 
 def backward(operands: Operands) -> Gradients | None:
     """Gradients of query, key and value; None where the kernel spills, the first time too."""
-    key = ready_backward.key_of(operands)
-    ready = _ready.get(key)
-    if ready is None:
-        if key in _ready:
-            return None
-        wait_for_all()
-        ready = _prepare(operands)
-    found = _run(operands, ready)
-    if ready.main.spills > FEW_SPILLS:
-        keep(_ready, key, None)
-        return None
-    keep(_ready, key, ready)
-    return found
+    return unless_it_spills(_ready, operands, _prepare, _run, FEW_SPILLS)
 
 
 def expected_launches(operands: Operands) -> list[Launch]:
@@ -93,7 +86,7 @@ def expected_launches(operands: Operands) -> list[Launch]:
     lists = expected_tile_lists(operands.call)
     return [
         (ready.main, _main_arguments(operands, ready, memory, memory, lists)),
-        (ready.prepare, _prepare_arguments(operands, ready, memory, memory)),
+        (ready.prepare, prepare_arguments(operands, ready, memory, memory, _rows(operands))),
         (ready.finish, _finish_arguments(operands, ready, memory)),
     ]
 
@@ -104,14 +97,14 @@ def again(operands: Operands, sources: tuple[torch.Tensor, ...]) -> BackwardAgai
     ready = _ready.get(key)
     if ready is None:
         return "it spills." if key in _ready else None
-    stats, dq_sum = buffers = _buffers(operands, ready)
+    memory = stats, dq_sum = buffers(operands, ready)
     lists = tile_lists(operands.call)
     launches = (
-        (ready.prepare, _prepare_arguments(operands, ready, stats, dq_sum)),
+        (ready.prepare, prepare_arguments(operands, ready, stats, dq_sum, _rows(operands))),
         (ready.main, _main_arguments(operands, ready, stats, dq_sum, lists)),
         (ready.finish, _finish_arguments(operands, ready, dq_sum)),
     )
-    return started_again(operands, sources, buffers, launches)
+    return started_again(operands, sources, memory, launches)
 
 
 def heads_together(query: torch.Tensor) -> int:
@@ -156,16 +149,11 @@ def _prepare(operands: Operands) -> Ready:
     )
 
 
-def _buffers(operands: Operands, ready: Ready) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row statistics, and the memory that dq is added to."""
-    like = {"dtype": torch.float32, "device": operands.dq.device}
-    return torch.empty(2, ready.lines, **like), torch.empty(ready.lines, _WIDTH, **like)
-
-
 def _run(operands: Operands, ready: Ready) -> Gradients:
     call = operands.call
-    stats, dq_sum = _buffers(operands, ready)
-    ready.prepare(operands.rows_aligned, *_prepare_arguments(operands, ready, stats, dq_sum))
+    stats, dq_sum = buffers(operands, ready)
+    args = prepare_arguments(operands, ready, stats, dq_sum, _rows(operands))
+    ready.prepare(operands.rows_aligned, *args)
     args = _main_arguments(operands, ready, stats, dq_sum, tile_lists(call))
     ready.main(addresses_aligned(call), *args)
     assert ready.finish is not None
@@ -173,14 +161,8 @@ def _run(operands: Operands, ready: Ready) -> Gradients:
     return Gradients(operands.dq, operands.dk, operands.dv, ())
 
 
-def _prepare_arguments(
-    operands: Operands, ready: Ready, stats: torch.Tensor, dq_sum: torch.Tensor
-) -> tuple[Any, ...]:
-    lse, rows = operands.lse, row_lists(operands.call, sweeps=False)
-    return (
-        operands.out, operands.dout, lse if operands.dlse is None else operands.dlse, lse, stats,
-        dq_sum, rows, ready.around_shape, ready.strides,
-    )  # fmt: skip
+def _rows(operands: Operands) -> tuple[Any, ...]:
+    return row_lists(operands.call, sweeps=False)
 
 
 def _main_arguments(
@@ -191,11 +173,7 @@ def _main_arguments(
     lists: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     call = operands.call
-    query, key, value, dout = operands.inputs
-    tensors = (query, dout, key, value, operands.dk, operands.dv)
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = (
-        blank.at(tensor) for blank, tensor in zip(ready.blanks, tensors, strict=True)
-    )
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = descriptors(operands, ready)
     return (
         q_desc, do_desc, k_desc, v_desc, ready.stats.at(stats), dk_desc, dv_desc, dq_sum, lists,
         bind(call.score), bind(call.mask), ready.scales, ready.main_shape,

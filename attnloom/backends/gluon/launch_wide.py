@@ -24,12 +24,12 @@ from attnloom.backends.gluon.configs_backward import (
 from attnloom.backends.gluon.descriptors import Blank
 from attnloom.backends.gluon.fields_backward import Mods, around_config, wide_config
 from attnloom.backends.gluon.launch_forward import has_first_numbers
+from attnloom.backends.gluon.launch_shared import unless_it_spills
 from attnloom.backends.gluon.lists_backward import expected_key_lists, key_lists
 from attnloom.backends.registry import AttentionCall, Gradients
 from attnloom.backends.triton.again import BackwardAgain
 from attnloom.backends.triton.arguments import bind
-from attnloom.backends.triton.beside import Launch, wait_for_all
-from attnloom.backends.triton.choice import keep
+from attnloom.backends.triton.beside import Launch
 from attnloom.backends.triton.fields_backward import Role
 from attnloom.backends.triton.launch_around import (
     empty_statistics,
@@ -96,19 +96,7 @@ def takes(call: AttentionCall) -> bool:
 
 def backward(operands: Operands) -> Gradients | None:
     """Gradients of query, key and value; None where the kernel spills, the first time too."""
-    key = ready_backward.key_of(operands)
-    ready = _ready.get(key)
-    if ready is None:
-        if key in _ready:
-            return None
-        wait_for_all()
-        ready = _prepare(operands)
-    found = _run(operands, ready)
-    if ready.main.spills > FEW_SPILLS:
-        keep(_ready, key, None)
-        return None
-    keep(_ready, key, ready)
-    return found
+    return unless_it_spills(_ready, operands, _prepare, _run, FEW_SPILLS)
 
 
 def expected_launches(operands: Operands) -> list[Launch]:

@@ -1,7 +1,8 @@
 """Kernels that are compiled without LLVM's passes over their IR, for first calls that wait.
 
-They take a sixth of the time, and ptxas, which follows, does their work once more: registers,
-spills and results are the same (H200, Triton 3.6). Triton has no option for it.
+They are a sixth of the time to compile a Hopper forward, and ptxas, which follows, does their work
+once more: nothing more is spilled, and results have the same bits (H200, Triton 3.6). Triton has no
+option for it.
 """
 
 from __future__ import annotations
