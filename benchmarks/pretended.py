@@ -22,7 +22,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attnloom.api import planning, repeats
+from attnloom.api import near, planning, repeats
 from attnloom.backends.gluon import gate
 from attnloom.backends.triton import beside, configs, direct, launcher
 from attnloom.backends.triton.launch import TritonBackend
@@ -112,25 +112,18 @@ class Gpu:
         size._obj.value = sizes[i]
         return 0
 
-    def record(self, function: ctypes.c_void_p, grid: ctypes.c_uint, *rest: Any) -> int:
-        """In place of cuLaunchKernel."""
-        return self._record(function, grid.value, rest[-3], rest[-2])
-
-    def record_overlapping(
+    def record(
         self, place: ctypes.c_void_p, function: ctypes.c_void_p, values: ctypes.c_void_p, _: None
     ) -> int:
         """In place of cuLaunchKernelEx."""
         config = Config.from_address(place.value or 0)
-        return self._record(function, config.sizes[0], config.stream or 0, values)
-
-    def _record(
-        self, function: ctypes.c_void_p, grid: int, stream: int, values: ctypes.c_void_p
-    ) -> int:
         handle = (function.value or 0) >> 32
         sizes = self.sizes[handle]
         places = (ctypes.c_void_p * len(sizes)).from_address(values.value or 0)
         given = [ctypes.string_at(at, n) for at, n in zip(places, sizes, strict=True)]
-        self.started.append(Launch(self.kernels[handle], grid, stream, given))
+        self.started.append(
+            Launch(self.kernels[handle], config.sizes[0], config.stream or 0, given)
+        )
         return 0
 
 
@@ -160,15 +153,6 @@ def _sizes_of(kind: Any, argument: Any) -> list[int]:
 
 
 def _start_nothing() -> Callable[..., int]:
-    """A C function that returns 0 for a handle whose low 32 bits are 0, with cuLaunchKernel's
-    arguments."""
-    function = ctypes.CDLL(None).abs
-    pointer = ctypes.c_void_p
-    function.argtypes = [pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer]
-    return function
-
-
-def _overlap_nothing() -> Callable[..., int]:
     """A C function that returns 0 for two addresses that differ, with cuLaunchKernelEx's
     arguments."""
     function = ctypes.CDLL(None).pthread_equal
@@ -189,6 +173,7 @@ def planned_for_it() -> Iterator[None]:
         mock.patch.object(planning, "_plans", {}),
         mock.patch.object(repeats, "_buckets", {}),
         mock.patch.object(repeats, "_met", set()),
+        mock.patch.object(near, "_calls", {}),
         *(mock.patch.dict(memory, clear=True) for memory in _memories()),
     ]
     with contextlib.ExitStack() as stack:
@@ -206,8 +191,7 @@ def hopper(records: bool = False) -> Iterator[Gpu]:
     """
     gpu = Gpu(records)
     library = SimpleNamespace(
-        cuLaunchKernel=gpu.record if records else _start_nothing(),
-        cuLaunchKernelEx=gpu.record_overlapping if records else _overlap_nothing(),
+        cuLaunchKernelEx=gpu.record if records else _start_nothing(),
         cuFuncGetParamInfo=gpu.get_param_info,
     )
     utils = SimpleNamespace(

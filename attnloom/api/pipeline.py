@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnloom.api import autograd, bounds_check, broadcast, cached, repeats, validate
+from attnloom.api import autograd, bounds_check, broadcast, cached, near, repeats, validate
 from attnloom.api.call import Call
 from attnloom.api.masks import noop_mask
 from attnloom.api.options import read_options
@@ -35,7 +35,8 @@ def run(call: Call, want_max_scores: bool, table: PageTable | None = None) -> Ou
         place = repeats.key_of(call)
         known = None if place is None else repeats.find(place, call)
         if known is not None:
-            launch, tensors = known
+            bucket, launch, tensors = known
+            near.note(call, bucket)
             return autograd.attention_again(launch, query, key, value, tensors, want_max_scores)
     validate.check_inputs(query, key, value, enable_gqa, table is not None)
     if isinstance(block_mask, DecodeMask):

@@ -60,17 +60,18 @@ class _Seen:
     held: tuple[weakref.ref[torch.Tensor], ...]
 
 
-@dataclass(slots=True)
-class _Bucket:
+class Bucket:
     """Calls of one key. block_mask: the one that it is about, if it lives."""
 
-    block_mask: weakref.ref[BlockMask] | None
-    seen: list[_Seen]
-    hits: int = 0
-    misses: int = 0
+    __slots__ = ("__weakref__", "block_mask", "hits", "misses", "seen")
+
+    def __init__(self, block_mask: weakref.ref[BlockMask] | None) -> None:
+        self.block_mask = block_mask
+        self.seen: list[_Seen] = []
+        self.hits = self.misses = 0
 
 
-_buckets: dict[tuple[object, ...], _Bucket] = {}
+_buckets: dict[tuple[object, ...], Bucket] = {}
 _met: set[int] = set()  # hashes of keys that were met at least once
 _lock = threading.Lock()
 
@@ -98,13 +99,11 @@ def key_of(call: Call) -> tuple[object, ...] | None:
         or value.is_neg()
     ):
         return None
-    said: tuple[object, ...] | None = None
     try:
-        if options is not None:
-            said = (*options.items(), *map(type, options.values()))
-            hash(said)
+        options_said = said(options)
+        hash(options_said)
         return (
-            0 if score_mod is None else id(_code_of(score_mod)),
+            0 if score_mod is None else id(code_of(score_mod)),
             0 if block_mask is None else id(block_mask),
             query.shape,
             key.shape,
@@ -120,7 +119,7 @@ def key_of(call: Call) -> tuple[object, ...] | None:
             value.device,
             scale,
             enable_gqa,
-            said,
+            options_said,
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
@@ -129,13 +128,19 @@ def key_of(call: Call) -> tuple[object, ...] | None:
         return None  # a callable object, a sparse or a nested tensor, an option without a hash
 
 
-def _code_of(mod: Any) -> CodeType:
+def said(options: Any) -> tuple[object, ...] | None:
+    """kernel_options as they are compared: True is not 1."""
+    return None if options is None else (*options.items(), *map(type, options.values()))
+
+
+def code_of(mod: Any) -> CodeType:
     """Raises AttributeError for callables of other kinds than functions, methods and partials."""
     return mod.func.__code__ if type(mod) is functools.partial else mod.__code__
 
 
-def find(key: tuple[object, ...], call: Call) -> tuple[Launch, _Tensors] | None:
-    """The launch of an earlier call like this one, and the captured tensors to run it with.
+def find(key: tuple[object, ...], call: Call) -> tuple[Bucket, Launch, _Tensors] | None:
+    """The launch of an earlier call like this one, where it was found, and the captured tensors to
+    run it with.
 
     Raises:
         ModError: a tensor that the mask was built from was changed since.
@@ -143,7 +148,13 @@ def find(key: tuple[object, ...], call: Call) -> tuple[Launch, _Tensors] | None:
     bucket = _buckets.get(key)
     if bucket is None:
         return None
-    score_mod, block_mask = call.score_mod, call.block_mask
+    known = found(bucket, call.score_mod, call.block_mask)
+    return None if known is None else (bucket, *known)
+
+
+def found(bucket: Bucket, score_mod: Any, block_mask: Any) -> tuple[Launch, _Tensors] | None:
+    """The launch of a bucket for these mods, as they are now, and what they capture; raises as
+    `find`."""
     mask_mod = None
     if block_mask is not None:
         if bucket.block_mask is None or bucket.block_mask() is not block_mask:
@@ -156,7 +167,8 @@ def find(key: tuple[object, ...], call: Call) -> tuple[Launch, _Tensors] | None:
         if block_mask is not None:
             if block_mask._lists is not seen.lists:
                 continue
-            versions.check_counts(block_mask)
+            if block_mask._reading is not None:
+                versions.check_counts(block_mask)
         bucket.hits += 1
         return seen.launch, tensors
     return None
@@ -201,7 +213,7 @@ def keep(key: tuple[object, ...], call: Call, launch: Launch) -> None:
                 return
             if len(_buckets) >= _LIMIT:
                 _buckets.clear()
-            bucket = _buckets[key] = _Bucket(_reference(block_mask, key), [])
+            bucket = _buckets[key] = Bucket(_reference(block_mask, key))
         bucket.misses += 1
     if bucket.misses > bucket.hits + _MOST_MISSES:
         return

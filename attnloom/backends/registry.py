@@ -94,11 +94,30 @@ class Gradients:
     dtensors: tuple[torch.Tensor | None, ...]
 
 
-# query, key, value and the captured tensors of score and mask, like those of an earlier call in
-# everything but addresses and contents -> what `forward` gives; None where it has to be asked.
-ForwardAgain = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], "ForwardResult | None"
-]
+class ForwardAgain(Protocol):
+    """What `forward` gives for query, key, value and the captured tensors of score and mask, like
+    those of an earlier call in everything but addresses and contents; None where it has to be
+    asked."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> ForwardResult | None: ...
+
+    def out(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor | None:
+        """Its output alone."""
+        ...
+
+
 # (query, key, value, out, lse, dout and dlse, if there is one), captured tensors, row_state -> what
 # `backward` gives; None where it has to be asked.
 BackwardAgain = Callable[

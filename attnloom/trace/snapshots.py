@@ -33,6 +33,7 @@ from attnloom.trace.dependencies import (
     is_stateless,
     pure_facts,
 )
+from attnloom.trace.forms import form_of
 
 _BUILTINS = vars(builtins)
 _MISSING = object()
@@ -67,7 +68,9 @@ class Snapshot:
             same = self._root.holds(mod, found)
         except _UNREADABLE:
             return None
-        return found if same and self._aliases == _aliases(found) else None
+        if not same or (len(found) > 1 and self._aliases != _aliases(found)):
+            return None
+        return found
 
 
 def take(mod: Any) -> tuple[Snapshot, list[torch.Tensor]] | None:
@@ -141,27 +144,16 @@ class _Same(_Place):
 class _Tensor(_Place):
     """A tensor of this form: everything but its address and what it holds."""
 
-    __slots__ = ("form", "kind")
+    __slots__ = ("same",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.kind, self.form = type(tensor), _form(tensor)
+        self.same = form_of([tensor])
 
     def holds(self, value: Any, found: list[torch.Tensor]) -> bool:
-        if type(value) is not self.kind or _form(value) != self.form:
+        if not self.same(value):
             return False
         found.append(value)
         return True
-
-
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.requires_grad,
-        tensor.device,
-        tensor.is_neg(),
-    )
 
 
 class _Items(_Place):

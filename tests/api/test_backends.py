@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnloom import compile_stats, flex_attention, reset_compile_stats
-from attnloom.api import planning, repeats
+from attnloom.api import near, planning, repeats
 from attnloom.backends import registry
 from attnloom.backends.cpu import toolchain
 from attnloom.errors import UnsupportedError
@@ -23,6 +23,7 @@ from tests.api.mods import qkv
 def _nothing_is_planned_yet(monkeypatch):
     monkeypatch.setattr(planning, "_plans", {})
     monkeypatch.setattr(repeats, "_buckets", {})
+    monkeypatch.setattr(near, "_calls", {})
     monkeypatch.setattr(planning, "_warned", set())
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from attnloom import BlockMask, create_block_mask, flex_attention
-from attnloom.api import planning, repeats
+from attnloom.api import near, planning, repeats
 from attnloom.errors import ModError, OptionError, ShapeError
+from attnloom.trace import forms
 from tests.api.mods import causal, normal
 
 Attend = Callable[[], torch.Tensor]
@@ -21,9 +22,13 @@ S = 24
 WINDOW = 4
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["guards", "attributes"])
+def _nothing_is_remembered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's guards, and without them."""
+    if request.param == "attributes":
+        monkeypatch.setattr(forms, "_Guards", None)
     monkeypatch.setattr(repeats, "_buckets", {})
+    monkeypatch.setattr(near, "_calls", {})
     monkeypatch.setattr(repeats, "_met", set())
 
 
@@ -50,9 +55,9 @@ def attend(*args: Any, backend: str = "tiled", **named: Any) -> torch.Tensor:
 
 
 def assert_right(*args: Any, **named: Any) -> None:
-    """Three times, so that the last call is a repeated one."""
+    """Five times, so that the last calls are repeated ones: found by their key, then by form."""
     want = attend(*args, backend="reference", **named)
-    for _ in range(3):
+    for _ in range(5):
         torch.testing.assert_close(attend(*args, **named), want, rtol=1e-5, atol=1e-5)
 
 
@@ -275,7 +280,7 @@ def test_callables_of_other_kinds_are_left_to_the_ordinary_way(planned: list[int
     mods = (Caller(), Owner().mod, with_dict, calls_builtin)
     for mod in mods:
         assert_right(*inputs(), mod)
-    assert len(planned) == 3 * 3 + 2
+    assert len(planned) == 3 * 5 + 2
 
 
 def test_inputs_of_another_form(planned: list[int]) -> None:

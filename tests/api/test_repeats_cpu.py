@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnloom import PagedKVCache, create_block_mask, flex_attention, mods
-from attnloom.api import repeats
+from attnloom.api import near, repeats
 from attnloom.api.prepared import PreparedAttention
 from attnloom.backends.cpu.again import ForwardAgain
 from attnloom.backends.cpu.toolchain import available
@@ -30,6 +30,7 @@ def inputs(seed: int, dtype: torch.dtype = torch.float32, q_len: int = 200) -> l
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """An entry for each call that was asked to be short: whether it was."""
     monkeypatch.setattr(repeats, "_buckets", {})
+    monkeypatch.setattr(near, "_calls", {})
     monkeypatch.setattr(repeats, "_met", set())
     asked: list[bool] = []
     call = ForwardAgain.__call__

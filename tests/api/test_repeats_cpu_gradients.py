@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnloom import AuxRequest, create_block_mask, flex_attention, mods
-from attnloom.api import repeats
+from attnloom.api import near, repeats
 from attnloom.backends.cpu import launch
 from attnloom.backends.cpu.again import BackwardAgain, ForwardAgain
 from attnloom.backends.cpu.toolchain import available
@@ -27,6 +27,7 @@ Tensors = list[torch.Tensor]
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[bool]]]:
     """For each phase an entry for each call that was asked to be short: whether it was."""
     monkeypatch.setattr(repeats, "_buckets", {})
+    monkeypatch.setattr(near, "_calls", {})
     monkeypatch.setattr(repeats, "_met", set())
     asked: dict[str, list[bool]] = {"forward": [], "backward": []}
 

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 from attnloom import AuxRequest, create_block_mask, flex_attention  # noqa: E402
 from attnloom.api import repeats  # noqa: E402
-from attnloom.backends.triton import again, choice, launcher  # noqa: E402
+from attnloom.backends.triton import again, beside, choice, launcher  # noqa: E402
 from benchmarks.pretended import Gpu, Launch, hopper  # noqa: E402
 from tests.kernels.gluon_triton import needs_gluon  # noqa: E402
 
@@ -304,3 +304,40 @@ def test_a_full_memory_of_launches_begins_anew(monkeypatch: pytest.MonkeyPatch) 
     for number in range(3):
         choice.keep(memory, (number,), f"launch {number}")
     assert memory == {(2,): "launch 2"}
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_statistics_that_nobody_reads_lie_in_memory_that_stays(gpu: Gpu, backend: str) -> None:
+    """Outputs are their own, lse is where every such call has it, and never where one is read."""
+    _skip_other_gluon(backend)
+    options: Any = {"backend": backend}
+    q, k, v = tensors()
+    with torch.no_grad():
+        for _ in range(4):
+            flex_attention(q, k, v, kernel_options=options)
+            beside.wait_for_all()  # for the form that takes over
+        seen = []
+        for _ in range(3):
+            gpu.started.clear()
+            out = flex_attention(q, k, v, kernel_options=options)
+            (launch,) = gpu.started
+            words = [int.from_bytes(p[:8], "little") for p in launch.parameters if len(p) >= 8]
+            seen.append((out, set(words)))
+        unread = again.unread_rows(torch.empty(1))
+        assert unread is not None
+        for out, words in seen:
+            assert unread in words and out.data_ptr() in words
+        assert len({out.data_ptr() for out, _ in seen}) == 3
+        gpu.started.clear()
+        _, aux = flex_attention(
+            q, k, v, kernel_options=options, return_aux=AuxRequest(lse=True)
+        )  # fmt: skip
+        (launch,) = gpu.started
+        words = {int.from_bytes(p[:8], "little") for p in launch.parameters if len(p) >= 8}
+        assert aux.lse is not None and aux.lse.data_ptr() in words and unread not in words
+
+
+def test_more_statistics_than_there_is_room_for_have_memory_of_their_own() -> None:
+    row = torch.zeros(1)
+    assert again.unread_rows(row.expand(2**18)) == again.unread_rows(row)
+    assert again.unread_rows(row.expand(2**18 + 1)) is None

@@ -26,7 +26,7 @@ from attnloom.backends.triton import (
     ready_backward,
 )
 from attnloom.backends.triton.launch import TritonBackend
-from attnloom.backends.triton.overlap import OverlappingLaunch
+from attnloom.backends.triton.overlap import Config, DriverCall
 from benchmarks.signatures import type_of
 from tests.kernels.cross_compile import compile_for, device_is
 from tests.kernels.test_triton_compile import causal, make_call
@@ -56,9 +56,8 @@ class Driver:
         size._obj.value = self.sizes[i]
         return 0
 
-    def cuLaunchKernel(self, function: Any, *rest: Any) -> int:
-        *shape, _, values, _ = rest
-        self.shape = tuple(size.value for size in shape)
+    def cuLaunchKernelEx(self, place: Any, function: Any, values: Any, extra: Any) -> int:
+        self.shape = tuple(Config.from_address(place.value).sizes)
         places = (ctypes.c_void_p * len(self.sizes)).from_address(values.value)
         self.given = [
             ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)
@@ -184,7 +183,8 @@ def test_a_kernel_with_other_parameters_is_left_to_triton() -> None:
         assert not direct._is_known(loaded, (torch.zeros(1), 1.0))
 
 
-def test_a_kernel_that_overlaps_is_started_with_the_attribute_that_says_so() -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_kernel_that_overlaps_is_started_with_the_attribute_that_says_so(overlaps: bool) -> None:
     """CUlaunchConfig as the driver reads it: seven sizes, the stream, attributes."""
     seen: list[object] = []
 
@@ -192,18 +192,22 @@ def test_a_kernel_that_overlaps_is_started_with_the_attribute_that_says_so() -> 
         words = ctypes.string_at(config.value, 56)
         *sizes, stream, attributes, count = struct.unpack_from("=7I4xQQI", words)
         seen.append((sizes, stream, count, function.value, values, extra))
-        seen.append(struct.unpack("=IIi", ctypes.string_at(attributes, 12)))
-        return 0
+        if count:
+            seen.append(struct.unpack("=IIi", ctypes.string_at(attributes, 12)))
+        return 3
 
     library = SimpleNamespace(cuLaunchKernelEx=start)
-    launch = OverlappingLaunch(library, (33, 1, 1, 128, 1, 1, 2048))
-    sizes = [ctypes.c_uint(n) for n in (33, 1, 1, 128, 1, 1, 2048)]
-    assert launch(ctypes.c_void_p(7), *sizes, 1 << 40, "values", None) == 0
-    programmatic_stream_serialization = 6
-    assert seen == [
-        ([33, 1, 1, 128, 1, 1, 2048], 1 << 40, 1, 7, "values", None),
-        (programmatic_stream_serialization, 0, 1),
-    ]
+    sizes = (33, 1, 1, 128, 1, 1, 2048)
+    launch = DriverCall(library, 7, sizes, "values", overlaps)
+    streams = (1 << 40, 0, 1 << 40, 1 << 40)
+    assert [launch(stream) for stream in streams] == [3] * 4
+    programmatic_stream_serialization = (6, 0, 1)
+    wanted: list[object] = []
+    for stream in streams:
+        wanted.append((list(sizes), stream, int(overlaps), 7, "values", None))
+        if overlaps:
+            wanted.append(programmatic_stream_serialization)
+    assert seen == wanted
 
 
 def test_a_launcher_starts_directly_what_it_was_compiled_for() -> None:

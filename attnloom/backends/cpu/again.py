@@ -97,6 +97,17 @@ class ForwardAgain(_Again):
         finally:
             self._lock.release()
 
+    def out(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor | None:
+        """See `registry.ForwardAgain`."""
+        result = self(query, key, value, tensors)
+        return None if result is None else result.out
+
 
 class BackwardAgain(_Again):
     """See `registry.BackwardAgain`."""

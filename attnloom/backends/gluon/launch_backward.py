@@ -131,7 +131,7 @@ def backward_again(
         return None
 
     def start_main(stream: int, addresses: tuple[int, ...]) -> None:
-        tiles = counter_of(device)
+        tiles = counter_of(device, stream)
         main(stream, (*addresses, tiles.data_ptr()))
 
     starts = [prepare, start_main]

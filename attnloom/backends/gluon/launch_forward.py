@@ -93,7 +93,7 @@ def forward_again(call: AttentionCall, want_max_scores: bool) -> ForwardAgain | 
         return None
 
     def start(stream: int, addresses: tuple[int, ...]) -> None:
-        tiles = counter_of(device)
+        tiles = counter_of(device, stream)
         restart(stream, (*addresses, tiles.data_ptr()))
 
     found = ForwardAgain(call, tensors, start)

@@ -26,7 +26,9 @@ _Known = tuple[tuple[int, weakref.ref[torch.Tensor], int], ...]
 class ForwardAgain:
     """See `registry.ForwardAgain`: allocates results, looks at addresses, starts."""
 
-    __slots__ = ("_device", "_narrow", "_of_mask", "_out", "_rows", "_start", "_want_max")
+    __slots__ = (
+        "_device", "_narrow", "_of_mask", "_out", "_rows", "_start", "_unread", "_want_max",
+    )  # fmt: skip
 
     def __init__(self, call: AttentionCall, tensors: Tensors, start: Starter) -> None:
         self._start = start
@@ -35,6 +37,7 @@ class ForwardAgain:
         self._want_max = tensors.max_scores is not None
         self._narrow = _narrow(call)
         self._of_mask: _Known = ()
+        self._unread = unread_rows(tensors.lse)
 
     def only_for(self, call: AttentionCall) -> ForwardAgain | None:
         """See `BackwardAgain`."""
@@ -51,20 +54,51 @@ class ForwardAgain:
         value: torch.Tensor,
         tensors: tuple[torch.Tensor, ...],
     ) -> ForwardResult | None:
-        addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
-        if tensors:
-            addresses += [t.data_ptr() for t in tensors]
-        device = self._device
-        if not _as_expected(addresses, device) or not _still(self._narrow, tensors):
-            return None
-        if self._of_mask and (_differ(self._of_mask, tensors) or is_capturing(query)):
+        addresses = self._addresses(query, key, value, tensors)
+        if addresses is None:
             return None
         out, lse = torch.empty_like(self._out), torch.empty_like(self._rows)
         max_scores = torch.empty_like(self._rows) if self._want_max else None
         unused = lse if max_scores is None else max_scores
-        addresses += (out.data_ptr(), lse.data_ptr(), unused.data_ptr())
-        self._start(stream_of(device), tuple(addresses))
+        results = (out.data_ptr(), lse.data_ptr(), unused.data_ptr())
+        self._start(stream_of(self._device), addresses + results)
         return ForwardResult(out, lse, max_scores)
+
+    def out(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor | None:
+        """See `registry.ForwardAgain`. Nobody reads lse, which needs no memory of its own."""
+        unread = self._unread
+        if unread is None or self._want_max:
+            result = self(query, key, value, tensors)
+            return None if result is None else result.out
+        addresses = self._addresses(query, key, value, tensors)
+        if addresses is None:
+            return None
+        out = torch.empty_like(self._out)
+        self._start(stream_of(self._device), (*addresses, out.data_ptr(), unread, unread))
+        return out
+
+    def _addresses(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> tuple[int, ...] | None:
+        """Those of all inputs; None if the launch is not for them."""
+        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr())
+        if tensors:
+            addresses = (*addresses, *[t.data_ptr() for t in tensors])
+            if self._narrow and not _still(self._narrow, tensors):
+                return None
+            if self._of_mask and (_differ(self._of_mask, tensors) or is_capturing(query)):
+                return None
+        return addresses if _as_expected(addresses, self._device) else None
 
 
 class BackwardAgain:
@@ -113,7 +147,9 @@ class BackwardAgain:
     ) -> Gradients | None:
         addresses = [t.data_ptr() for t in (*inputs, *tensors)]
         device = self._device
-        if not _as_expected(addresses, device) or not _still(self._narrow, tensors):
+        if not _as_expected(addresses, device):
+            return None
+        if self._narrow and not _still(self._narrow, tensors):
             return None
         if self._of_mask and (_differ(self._of_mask, tensors) or is_capturing(inputs[0])):
             return None
@@ -133,6 +169,23 @@ def _as_expected(addresses: Sequence[int], device: int) -> bool:
     for address in addresses:
         bits |= address
     return not (bits % _ALIGNMENT or torch._C._cuda_getDevice() != device or is_watched())
+
+
+_UNREAD_BYTES = 2**20
+_unread: dict[torch.device, torch.Tensor] = {}
+
+
+def unread_rows(lse: torch.Tensor) -> int | None:
+    """Address of memory for as many rows of statistics that nobody reads, all launches of a device
+    alike: it is never given back, as a launch of any stream or graph may write there. None for
+    more rows than it has, and while a graph is recorded, whose memory goes with the graph."""
+    if lse.numel() * lse.element_size() > _UNREAD_BYTES or is_capturing(lse):
+        return None
+    memory = _unread.get(lse.device)
+    if memory is None:
+        fresh = torch.empty(_UNREAD_BYTES, dtype=torch.uint8, device=lse.device)
+        memory = _unread.setdefault(lse.device, fresh)
+    return memory.data_ptr()
 
 
 def _of_mask(call: AttentionCall) -> _Known | None:

@@ -24,7 +24,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from attnloom.backends.triton.overlap import OverlappingLaunch
+from attnloom.backends.triton.overlap import DriverCall
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAP_BYTES = 128  # of a CUtensorMap, and its alignment
@@ -37,7 +37,6 @@ def _cuda() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL("libcuda.so.1")
         pointer, size = ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)
-        library.cuLaunchKernel.argtypes = [pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer]
         library.cuLaunchKernelEx.argtypes = [pointer] * 4
         library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, size, size]
     except (OSError, AttributeError):
@@ -132,26 +131,22 @@ class Room:
 
 
 class Start:
-    """The driver's call for one kernel, its arguments converted once."""
+    """The driver's call for one kernel."""
 
-    __slots__ = ("_launch", "_module", "_sizes", "_values")
+    __slots__ = ("_launch", "_module", "_room")
 
     def __init__(self, loaded: Loaded, grid: int, room: Room) -> None:
         library = _cuda()
         assert library is not None
-        self._module = loaded.module
+        self._module, self._room = loaded.module, room
         sizes = (grid, 1, 1, 32 * loaded.num_warps, 1, 1, loaded.shared)
-        self._sizes = (ctypes.c_void_p(loaded.function), *map(ctypes.c_uint, sizes))
-        self._values = room.values
-        self._launch = (
-            OverlappingLaunch(library, sizes) if loaded.overlaps else library.cuLaunchKernel
-        )
+        self._launch = DriverCall(library, loaded.function, sizes, room.values, loaded.overlaps)
 
     def __call__(self, stream: int) -> None:
-        status = self._launch(*self._sizes, stream, self._values, None)
+        status = self._launch(stream)
         if status == _NO_CONTEXT:  # a thread that has not used the device yet
             torch.cuda.current_stream().query()
-            status = self._launch(*self._sizes, stream, self._values, None)
+            status = self._launch(stream)
         if status:
             raise RuntimeError(f"the CUDA driver refused to start a kernel (error {status})")
 
