@@ -167,7 +167,8 @@ def found(bucket: Bucket, score_mod: Any, block_mask: Any) -> tuple[Launch, _Ten
         if block_mask is not None:
             if block_mask._lists is not seen.lists:
                 continue
-            if block_mask._reading is not None:
+            reading = block_mask._reading
+            if reading is not None and reading.tensors:
                 versions.check_counts(block_mask)
         bucket.hits += 1
         return seen.launch, tensors
@@ -176,8 +177,9 @@ def found(bucket: Bucket, score_mod: Any, block_mask: Any) -> tuple[Launch, _Ten
 
 def _captured(seen: _Seen, score_mod: Any, mask_mod: Any) -> _Tensors | None:
     """Tensors of a call that is like `seen`, in the order of its launch; None for another."""
-    found: list[torch.Tensor] = []
-    if seen.score is not None:
+    if seen.score is None:
+        found: list[torch.Tensor] = []
+    else:
         of_score = seen.score.tensors(score_mod)
         if of_score is None:
             return None
@@ -189,10 +191,11 @@ def _captured(seen: _Seen, score_mod: Any, mask_mod: Any) -> _Tensors | None:
         of_mask = seen.mask.tensors(mask_mod)
         if of_mask is None:
             return None
-        for reference, tensor in zip(seen.held, of_mask, strict=True):
-            if reference() is not tensor:
-                return None
-        found += of_mask
+        if of_mask:
+            for reference, tensor in zip(seen.held, of_mask, strict=True):
+                if reference() is not tensor:
+                    return None
+            found += of_mask
     if not found:
         return ()
     tensors = tuple([found[place] for place in seen.places])
