@@ -14,12 +14,7 @@ from typing import Any
 
 import torch
 
-from attnloom.backends.gluon import (
-    launch_backward,
-    launch_roles,
-    launch_wide,
-    ready_backward,
-)
+from attnloom.backends.gluon import launch_backward, ready_backward
 from attnloom.backends.gluon.configs_backward import FEW_SPILLS
 from attnloom.backends.gluon.few_keys import finer
 from attnloom.backends.gluon.fields_backward import Mods
@@ -36,7 +31,7 @@ _NEVER_SPILLS = 64  # columns; soft-capping with ALiBi spills 47 registers at D=
 
 def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Start compiling what the backward of this forward will launch."""
-    if launch_wide.takes(call):
+    if launch_backward.is_wide(call):
         _start_wide(call, out, lse)
         return
     if ready_backward.portable(call) is not None:
@@ -58,6 +53,8 @@ def start(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _start_wide(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> None:
+    from attnloom.backends.gluon import launch_roles, launch_wide
+
     operands = Operands.expected(call, out, lse)
     if launch_roles.takes(call):
         main, *others = launch_roles.expected_launches(operands)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from attnloom.backends.gluon import launch_roles, launch_wide, ready_backward
-from attnloom.backends.gluon.configs_backward import FEW_SPILLS
+from attnloom.backends.gluon import ready_backward
+from attnloom.backends.gluon.configs_backward import FEW_SPILLS, MAX_HEAD_DIM
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.few_keys import finer
 from attnloom.backends.gluon.fields_backward import Mods
@@ -55,7 +55,9 @@ def backward(
     dlse: torch.Tensor | None,
 ) -> Gradients:
     """Gradients of a forward's inputs from those of out and lse. No tensor is empty."""
-    if launch_wide.takes(call):
+    if is_wide(call):
+        from attnloom.backends.gluon import launch_roles, launch_wide
+
         operands = Operands.of(call, out, lse, ready_backward.with_descriptor(dout), dlse)
         found = launch_roles.backward(operands) if launch_roles.takes(call) else None
         found = launch_wide.backward(operands) if found is None else found
@@ -73,6 +75,16 @@ def backward(
         _said.add(why)
         _log.info("the portable kernels run a backward: %s", why)
     return load("triton").backward(call, out, lse, dout, dlse)
+
+
+def is_wide(call: AttentionCall) -> bool:
+    """Whether launch_wide.py takes it. Modules of kernels that few calls need take tens of
+    milliseconds of a first step: they are imported where heads are wide."""
+    if call.query.size(3) <= MAX_HEAD_DIM:
+        return False
+    from attnloom.backends.gluon import launch_wide
+
+    return launch_wide.takes(call)
 
 
 def _run_known(operands: Operands) -> Gradients | None:
@@ -102,7 +114,7 @@ def backward_again(
 ) -> BackwardAgain | str | None:
     """See `registry.Backend`; None where launches are Triton's, and for captured gradients. A
     reason where the portable kernels run it."""
-    wide = launch_wide.takes(call)
+    wide = is_wide(call)
     why = None if wide else ready_backward.portable(call)
     if why is not None:
         return why
@@ -112,6 +124,8 @@ def backward_again(
         return None
     operands, sources = found
     if wide:
+        from attnloom.backends.gluon import launch_roles, launch_wide
+
         again = launch_roles.again(operands, sources) if launch_roles.takes(call) else ""
         return launch_wide.again(operands, sources) if isinstance(again, str) else again
     seen, ready = ready_backward.remembered(ready_backward.key_of(operands))
