@@ -1,8 +1,8 @@
 """Small runs of every kernel under compute-sanitizer's memcheck, on a Hopper GPU.
 
-python -m tests.kernels.memcheck [--log FILE] [--only NAME ...] [--limit S]
+python -m tests.kernels.memcheck [--log FILE] [--only NAME ...] [--limit S] [--jobs N]
 
-Each run is a process with a time limit; what the sanitizer says of all of them goes to the log.
+Each run is a process with a time limit, N of them at a time; what the sanitizer says of all of them goes to the log.
 racecheck is of no use here: it does not follow an order that goes from a barrier of warps to an
 mbarrier and on, and reports every buffer that is handed from warp to warp, Triton's own included.
 """
@@ -13,6 +13,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log", type=Path, default=Path("memcheck.log"), help="file to write")
     parser.add_argument("--only", nargs="+", choices=sorted(RUNS), default=list(RUNS))
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of one run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--run", choices=sorted(RUNS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.run:
@@ -79,11 +81,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     findings = []
     args.log.parent.mkdir(parents=True, exist_ok=True)
-    with args.log.open("w") as log:
-        for name in args.only:
-            findings.append(check(name, args.limit))
-            print(f"{name}: {findings[-1].verdict}", flush=True)
-            log.write(f"==== {name}: {findings[-1].verdict}\n{findings[-1].text}\n")
+    with args.log.open("w") as log, ThreadPoolExecutor(args.jobs) as pool:
+        for finding in pool.map(lambda name: check(name, args.limit), args.only):
+            findings.append(finding)
+            print(f"{finding.name}: {finding.verdict}", flush=True)
+            log.write(f"==== {finding.name}: {finding.verdict}\n{finding.text}\n")
             log.flush()
     return 0 if all(finding.verdict == "clean" for finding in findings) else 1
 
@@ -126,6 +128,24 @@ def _attend(
             assert all(x.isfinite().all() for x in results)
 
 
+def _causal(length: int, widths: tuple[int, ...], heads: int = 2) -> None:
+    """Forward and backward under a mask of edges alone, query heads in pairs."""
+    mask = attnloom.create_block_mask(
+        lambda b, h, q, kv: q >= kv, None, None, length, length, device="cuda"
+    )
+    for width in widths:
+        query, key, value = (
+            torch.randn(1, n, length, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            for n in (heads, heads // 2, heads // 2)
+        )
+        for blocks in (mask, None):
+            out = attnloom.flex_attention(
+                query, key, value, None, blocks, enable_gqa=True, kernel_options=GLUON
+            )
+            grads = torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
+            assert all(x.isfinite().all() for x in (out, *grads))
+
+
 def _many_tiles(width: int) -> None:
     """A Gluon forward with more tiles than programs."""
     x = torch.randn(4, 16, 2 * LENGTH, width, device="cuda", dtype=torch.float16)
@@ -156,6 +176,10 @@ RUNS: dict[str, Callable[[], None]] = {
     "gluon-many-tiles": lambda: _many_tiles(128),
     "gluon-many-tiles-64": lambda: _many_tiles(64),
     "gluon-panels": lambda: _many_tiles(192),
+    "gluon-causal": lambda: _causal(LENGTH, (64, 96, 128)),
+    "gluon-causal-wide": lambda: _causal(LENGTH, (160, 192, 256)),
+    "gluon-long": lambda: _causal(4300, (64,)),
+    "gluon-long-wide": lambda: _causal(2300, (96, 192)),
     "triton-forward": lambda: _attend("triton", backward=False),
     "triton-backward": lambda: _attend("triton", backward=True),
     "triton-decode": lambda: _attend("triton", backward=False, q_len=1),

@@ -10,7 +10,8 @@ pytestmark = ON_HOPPER
 
 
 @pytest.mark.parametrize(
-    "name", ["gluon-forward", "gluon-backward", "gluon-captured", "gluon-panels"]
+    "name",
+    ["gluon-forward", "gluon-backward", "gluon-captured", "gluon-panels", "gluon-causal-wide"],
 )
 def test_memcheck(name: str) -> None:
     from tests.kernels import memcheck
