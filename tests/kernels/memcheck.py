@@ -2,7 +2,8 @@
 
 python -m tests.kernels.memcheck [--log FILE] [--only NAME ...] [--limit S] [--jobs N]
 
-Each run is a process with a time limit, N of them at a time; what the sanitizer says of all of them goes to the log.
+Each run is a process with a time limit, N of them at a time; what the sanitizer says of all of
+them goes to the log.
 racecheck is of no use here: it does not follow an order that goes from a barrier of warps to an
 mbarrier and on, and reports every buffer that is handed from warp to warp, Triton's own included.
 """
