@@ -24,16 +24,14 @@ computed; PREFETCH: by the step before, as soon as its own is used, and kept in 
 Everything in flight is waited for within the step that issued it or the next
 statement: ptxas serialises products that cross the back edge of a loop otherwise (C7514).
 
+Steps that a consumer passes over: forward_passed.py.
+
 Glossaries: forward_shared.py, forward_math.py, backends/triton/forward.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.forward_columns import write_columns
@@ -45,18 +43,23 @@ from attnloom.backends.gluon.forward_math import (
     contexts,
     empty_state,
     key_positions,
-    log_sums,
     look_up,
     masked,
     modified,
     only_if,
     operand,
-    rescaled,
     row_bias,
     row_sums,
     softmax_step,
 )
+from attnloom.backends.gluon.forward_passed import (
+    own_steps,
+    pass_over_all,
+    pass_over_keys,
+    pass_over_values,
+)
 from attnloom.backends.gluon.forward_products import add_output, finished, scores, take_queries
+from attnloom.backends.gluon.forward_results import store_results
 from attnloom.backends.gluon.forward_shared import (
     ALL_FULL,
     allocate,
@@ -71,7 +74,6 @@ from attnloom.backends.gluon.rings import (
     QUERIES_THERE,
     VALUES_LEFT,
     VALUES_THERE,
-    box,
     first_turn,
     get,
     last_turn,
@@ -181,9 +183,13 @@ def _overlapped_step(
 
 @gluon.jit
 def _overlapped_tile(
-    q, mem, n, steps, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
-):
-    """(acc, m_i, l_i, number of the next step) of a tile's steps, one product behind the other."""
+    q, mem, n, steps, passed, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """(acc, m_i, l_i, number of the next step) of a tile's steps, one product behind the other.
+    passed: of `own_steps`."""
+    pass_over_keys(mem, n, passed[0], consumer, cfg)
+    n = pass_over_values(mem, n, passed[0], cfg)
     live = True
     if cfg.MAY_BE_EMPTY:
         live = steps > 0
@@ -211,6 +217,7 @@ def _overlapped_tile(
             q, mem, n, i + 1 < steps, acc, p, state, context, at, consumer, L, OUT, cfg
         )
         n += 1
+    pass_over_keys(mem, n, passed[1], consumer, cfg)
     if cfg.LATE:
         acc = caught_up(acc, alpha, OUT, cfg)
     last = slot_of(n - 1, cfg)
@@ -218,6 +225,7 @@ def _overlapped_tile(
     p = operand(p, L, OUT, cfg)
     acc, p = finished(add_output(p, mem, at[5], last, acc, cfg), p, cfg)
     leave_if(live, mem, mem.v_empty, last, VALUES_LEFT, cfg)
+    n = pass_over_values(mem, n, passed[1], cfg)
     if cfg.MAY_BE_EMPTY:
         acc = only_if(live, acc, cfg)
         m_i = gl.where(live, m_i, float("-inf"))
@@ -227,9 +235,12 @@ def _overlapped_tile(
 
 @gluon.jit
 def _plain_tile(
-    q, mem, n, steps, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
-):
+    q, mem, n, steps, passed, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """The same, one after the other."""
+    pass_over_keys(mem, n, passed[0], consumer, cfg)
+    n = pass_over_values(mem, n, passed[0], cfg)
     acc, m_i, l_i = empty_state(L, OUT, cfg)
     pieces = _look_up_ahead(mem, n, steps > 0, context, cfg)
     for i in range(0, steps):
@@ -248,47 +259,9 @@ def _plain_tile(
         acc, p = finished(add_output(p, mem, at[5], slot, acc, cfg), p, cfg)
         leave(mem, mem.v_empty, slot, VALUES_LEFT, cfg)
         n += 1
+    pass_over_keys(mem, n, passed[1], consumer, cfg)
+    n = pass_over_values(mem, n, passed[1], cfg)
     return acc, m_i, l_i, n
-
-
-@gluon.jit
-def _space(mem, at, cfg: gl.constexpr):
-    """Where a panel of results leaves from."""
-    if cfg.OUT_IN_Q:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        return bi.reinterpret(mem.out.index(at), cfg.OPERAND, [cfg.ROWS, cfg.DV], LAYOUT)
-    else:
-        return mem.out.index(at)
-
-
-@gluon.jit
-def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexpr,
-           cfg: gl.constexpr):  # fmt: skip
-    """Leaves the results of a consumer's rows by way of `out`, at its panel `at`. place = (b, h,
-    unit, first row, queries, Q_LEN)."""
-    b, h, unit, row, queries, q_len = place
-    lse, max_scores = outs
-    inverse = 1.0 / gl.where(l_i == 0, 1.0, l_i)
-    result = rescaled(acc, inverse, OUT, cfg)
-    tma.store_wait(0)
-    if cfg.PANELS == 3:
-        for i in gl.static_range(3):
-            _space(mem, at + i, cfg).store(result[i].to(cfg.OPERAND))
-    elif cfg.PARTS == 3:
-        for i in gl.static_range(3):
-            part = _space(mem, at, cfg).slice(i * cfg.PART, cfg.PART, 1)
-            part.store(result[i].to(cfg.OPERAND))
-    else:
-        _space(mem, at, cfg).store(result.to(cfg.OPERAND))
-    fence_async_shared()
-    for i in gl.static_range(cfg.PANELS):
-        panel = box(_space(mem, at + i, cfg), cfg.ROWS, cfg.DV, cfg)
-        bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
-    log_sum, natural = log_sums(m_i, l_i, base, cfg)
-    at = unit.to(gl.int64) * q_len + queries
-    gl.store(lse + at, log_sum, mask=queries < q_len)
-    if cfg.WANT_MAX:
-        gl.store(max_scores + at, natural, mask=queries < q_len)
 
 
 @gluon.jit
@@ -305,7 +278,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
     n = 0
     num_tiles = 0
     first_turn(consumer, cfg)
-    tile, unit, steps = take_job(mem, 0)
+    tile, unit, steps, dead = take_job(mem, 0, cfg)
     while tile >= 0:
         b, h = unit // heads, unit % heads
         row = (tile * cfg.CONSUMERS + consumer) * cfg.ROWS
@@ -317,25 +290,29 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         q = take_queries(mem, first, L, cfg)
         if cfg.Q_KEPT == cfg.PANELS and not cfg.OUT_IN_Q:
             leave_queries(mem, slot, cfg)
+        steps, passed, idle = own_steps(steps, dead, consumer, row, q_len, cfg)
+        n = pass_over_all(mem, n, idle, consumer, cfg)
         if cfg.OVERLAP:
             acc, m_i, l_i, n = _overlapped_tile(
-                q, mem, n, steps, context, at, consumer, L, OUT, cfg
+                q, mem, n, steps, passed, context, at, consumer, L, OUT, cfg
             )
         else:
-            acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, consumer, L, OUT, cfg)
+            acc, m_i, l_i, n = _plain_tile(
+                q, mem, n, steps, passed, context, at, consumer, L, OUT, cfg
+            )
         l_i = row_sums(l_i, L, cfg)
         place = (b, h, unit, row, queries, q_len)
         if cfg.OUT_IN_Q:
-            _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
+            store_results(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
             tma.store_wait(0)
             leave_queries(mem, slot, cfg)
         else:
             if cfg.Q_KEPT < cfg.PANELS:
                 leave_queries(mem, slot, cfg)
             first = consumer * cfg.PANELS
-            _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
+            store_results(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
         num_tiles += 1
-        tile, unit, steps = take_job(mem, num_tiles)
+        tile, unit, steps, dead = take_job(mem, num_tiles, cfg)
     tma.store_wait(0)
     last_turn(consumer, cfg)
 
