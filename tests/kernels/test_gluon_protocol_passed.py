@@ -15,8 +15,7 @@ from tests.kernels.gluon_world import ProtocolError
 from tests.kernels.test_gluon_protocol import PLAIN, THREE_IN_TURN, form, plan_of
 
 SKIPS = {"SKIPS": True, "SKIPS_ENDS": True}
-IDLE = {"SKIPS": True, "MAY_BE_EMPTY": True}  # all of a tile or nothing
-NO_MASK = PLAIN | IDLE
+NO_MASK = PLAIN | {"SKIPS": True, "MAY_BE_EMPTY": True}
 PACKED = {"OVERLAP": True, "AHEAD": True, "PACKED": True, "STAGES": 4, "LOG_STAGES": 2}
 TWO_STAGES = {"STAGES": 2, "LOG_STAGES": 1}
 IN_TURN = {"Q_STAGES": 1, "REST": 32, "OUT_IN_Q": True, "WIDE": True}
@@ -30,7 +29,6 @@ FORMS = {
     "turns": form(3, NUM_COLUMNS=0, **THREE_IN_TURN, **SKIPS),
     "turns, columns": form(3, **THREE_IN_TURN, **SKIPS),
     "turns, two stages": form(3, NUM_COLUMNS=0, **THREE_IN_TURN | TWO_STAGES, **SKIPS),
-    "turns, whole blocks": form(3, NUM_COLUMNS=0, APART=False, **THREE_IN_TURN, **IDLE),
     "named": form(3, NAMED=True, **SKIPS),
     "no mask": form(3, **NO_MASK),
     "overlapped, no mask": form(3, BY_WARP=True, **PACKED, **NO_MASK),
