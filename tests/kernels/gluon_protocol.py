@@ -8,9 +8,9 @@ which does nothing while any other can go on: a barrier knows of phases by parit
 is two of them behind waits for what is over, or does not wait for what is not.
 
 Found out: a wait that nobody ends, a slot that is overwritten while a product still reads it, a
-product with other queries, keys or values than its step's, a tile left out or done twice, bytes
-that a barrier expects and that do not come, barriers that nobody uses or that are none, and a
-counter that is not put back.
+product with other queries, keys or values than its step's, scores taken for those of other keys,
+a tile left out or done twice, bytes that a barrier expects and that do not come, barriers that
+nobody uses or that are none, and a counter that is not put back.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from typing import Any
 
 from attnloom.backends.gluon import (
     forward_columns,
+    forward_joined,
     forward_load,
     forward_math,
     forward_passed,
     forward_products,
     forward_shared,
     forward_sm90,
+    forward_steps,
     rings,
 )
 from tests.kernels.gluon_values import Int, Nothing, Pointer, Vec
 from tests.kernels.gluon_world import ProtocolError, Slot, World, held, play, stand_ins
 
 MODULES = (
-    forward_columns, forward_load, forward_math, forward_passed, forward_products, forward_shared,
-    forward_sm90, rings,
+    forward_columns, forward_joined, forward_load, forward_math, forward_passed, forward_products,
+    forward_shared, forward_sm90, forward_steps, rings,
 )  # fmt: skip
 HEADS, GROUP, BATCH = 4, 2, 2
 # APART: a bit for each consumer whose block of a key tile is live, by the tile's number.
@@ -102,6 +104,7 @@ class Launch:
         names = self.names()
         with held(MODULES, names):
             warps: list[tuple[Callable[[], None], int, bool, int]] = []
+            consume = forward_joined.consume_joined if cfg.JOINED else forward_sm90.consume
             for program in range(self.plan.programs):
                 mem = forward_shared.allocate(cfg)
                 roles = [
@@ -111,8 +114,7 @@ class Launch:
                     ),
                     *(
                         functools.partial(
-                            forward_sm90.consume, "out", (None, None), mem, sizes, (), (), (1, 1),
-                            consumer, cfg,
+                            consume, "out", (None, None), mem, sizes, (), (), (1, 1), consumer, cfg
                         )
                         for consumer in range(cfg.CONSUMERS)
                     ),
@@ -149,7 +151,7 @@ class Launch:
         """What the functions' modules hold in place of the language's."""
         found = stand_ins(self.world, self.plan.programs, MODULES)
         found |= {"FLAG_BITS": 6, "ALL_FULL": 42}
-        found |= {name: self._watched(found[name]) for name in ("_overlapped_tile", "_plain_tile")}
+        found |= {name: self._watched(found[name]) for name in ("overlapped_tile", "plain_tile")}
         return (
             found
             | {
@@ -168,15 +170,17 @@ class Launch:
                 "modified": self._modified,
                 "masked": self._masked,
                 "softmax_step": lambda *_: (Nothing(), Nothing(), Nothing(), Nothing()),
-                "store_results": lambda *_: None,
+                "store_results": self._stored,
             }
             | self._wide(found["add_output"])
+            | self._joined(found)
         )
 
     def _remembered(self, take: Callable[..., Any]) -> Callable[..., Any]:
         def job(mem: Any, n: int, cfg: Any) -> Any:
             found = take(mem, n, cfg)
-            self.world.own.job = found
+            own = self.world.own
+            own.job, own.log = found, own.log if n else []
             return found
 
         return job
@@ -206,8 +210,15 @@ class Launch:
         return at, tuple(Slot(content=content) for content in kept)
 
     def _modified(self, s: Any, _: Any, __: Any, pieces: int, keys: Vec, *rest: Any) -> Any:
-        if self.cfg.NEEDS_KEYS and pieces != keys[0]:
+        if not self.cfg.NEEDS_KEYS:
+            return s
+        if pieces != keys[0]:
             raise ProtocolError(f"pieces of keys from {pieces} on serve those from {keys[0]} on")
+        if not self.world.own.live:
+            return s
+        used = next(reads[1][3] for reads in reversed(self.world.own.log) if len(reads) == 2)
+        if used != keys[0]:
+            raise ProtocolError(f"keys from {used} on were used as those from {keys[0]} on")
         return s
 
     def _masked(self, s: Any, _: Any, mem: Any, n: int, __: Any, keys: Vec, *rest: Any) -> Any:
@@ -233,6 +244,30 @@ class Launch:
             return found
 
         return tile
+
+    def _stored(self, out: Any, outs: Any, mem: Any, consumer: int, *rest: Any) -> None:
+        """JOINED: compared here, where scores of the next tile are the last product."""
+        if self.cfg.JOINED:
+            _, _, unit, row, *_ = rest[3]
+            own, tile = self.world.own, row // (self.cfg.ROWS * self.cfg.CONSUMERS)
+            *log, following = own.log
+            own.log = [following]
+            self._compare(log, tile, unit, consumer)
+            with self.world.changed:
+                self.done.append((int(unit), int(tile), int(consumer)))
+
+    def _joined(self, names: dict[str, Any]) -> dict[str, Any]:
+        """Which products count: all but scores of a tile that is not there."""
+
+        def scores(*args: Any) -> Any:
+            self.world.own.live = self.world.own.job[0] >= 0
+            return names["scores"](*args)
+
+        def add_output(*args: Any) -> Any:
+            self.world.own.live = True
+            return names["add_output"](*args)
+
+        return {"scores": scores, "add_output": add_output} if self.cfg.JOINED else {}
 
     def _keys_of(self, tile: int, consumer: int) -> tuple[int, ...]:
         """Key tiles that a consumer multiplies: without those at the ends in which it has no

@@ -1,5 +1,6 @@
-"""Consumers that pass over steps (gluon/forward_passed.py) on a Hopper GPU: the same bits as where
-they take all of them, and right by all scores in float64; `pytest -m gpu`."""
+"""Consumers that pass over steps and tiles that are joined (gluon/forward_passed.py and
+forward_joined.py) on a Hopper GPU: the same bits as without either, and right by all scores in
+float64; `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -69,14 +70,18 @@ def run(
     return found
 
 
+def without(form: Any) -> Any:
+    assert form.skips or form.joined
+    return replace(form, skips=False, joined=False)
+
+
 def check(form: Any, mask: Any, sizes: tuple[int, int], D: int, dtype: Any, block: Any) -> None:
-    assert form.skips
     q, k, v, dout = (t.to(dtype) for t in inputs(*sizes, D, 1.0))
     blocks = None
     if mask is not None:
         blocks = create_block_mask(mask, 2, 4, *sizes, device="cuda", BLOCK_SIZE=block)
     first, *others = run(form, (q, k, v), blocks, times=5)
-    for again in (*others, *run(replace(form, skips=False), (q, k, v), blocks)):
+    for again in (*others, *run(without(form), (q, k, v), blocks)):
         for got, want in zip(again, first, strict=True):
             assert torch.equal(got, want)
     keep = kept(mask or (lambda b, h, q, kv: kv >= 0), 2, 4, *sizes)
@@ -133,7 +138,7 @@ def test_scores_that_grow_with_the_distance(name: str | None) -> None:
         return s + slopes[h] * (i - j)
 
     found = run(ONE_BY_ONE, (q, k, v), blocks, score=score)
-    wanted = run(replace(ONE_BY_ONE, skips=False), (q, k, v), blocks, score=score)
+    wanted = run(without(ONE_BY_ONE), (q, k, v), blocks, score=score)
     for got, want in zip(found[0], wanted[0], strict=True):
         assert torch.equal(got, want)
 
@@ -150,17 +155,35 @@ def test_many_tiles(name: str | None) -> None:
     if name is not None:
         blocks = create_block_mask(MASKS[name](), None, None, 2120, 2120, device="cuda")
     form = NO_MASK[64] if name is None else TURNS
-    (wanted,) = run(replace(form, skips=False), (q, k, v), blocks)
+    (wanted,) = run(without(form), (q, k, v), blocks)
     for found in run(form, (q, k, v), blocks, times=20):
         for got, want in zip(found, wanted, strict=True):
             assert torch.equal(got, want)
 
 
-def test_in_a_graph() -> None:
+@pytest.mark.parametrize("KV_LEN", [1, 64, 128, 200, 512, 520, 600, 1000])
+def test_joined_tiles(KV_LEN: int) -> None:
+    """Of one step and of several, the last of which is a part: five have the part where a tag that
+    is read late lies."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(4, heads, length, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for heads, length in ((16, 2120), (4, KV_LEN), (4, KV_LEN))
+    )
+    (wanted,) = run(without(NO_MASK[64]), (q, k, v), None)
+    for found in run(NO_MASK[64], (q, k, v), None, times=20):
+        for got, want in zip(found, wanted, strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("form", [TURNS, NO_MASK[64]], ids=["window", "no mask"])
+def test_in_a_graph(form: Any) -> None:
     q, k, v, _ = inputs(1100, 1300, 64, 1.0)
-    blocks = create_block_mask(MASKS["window"](), None, None, 1100, 1300, device="cuda")
-    ((want, _, _),) = run(TURNS, (q, k, v), blocks)
-    change = GluonForward(TURNS)
+    blocks = None
+    if form is TURNS:
+        blocks = create_block_mask(MASKS["window"](), None, None, 1100, 1300, device="cuda")
+    ((want, _, _),) = run(form, (q, k, v), blocks)
+    change = GluonForward(form)
     with change.installed():
         flex_attention(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=OPTIONS)
         graph = torch.cuda.CUDAGraph()

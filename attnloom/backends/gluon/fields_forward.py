@@ -44,7 +44,7 @@ class ForwardSm90Config(Sm90Config):
     PANELS: as many tiles of D or DV columns cover a head dimension.
     PARTS: accumulators of the output, of PART columns each. WIDE: see forward_wide.py.
     KEY_PANELS: of keys in shared memory, see rings.py.
-    SKIPS, SKIPS_ENDS: see forward_passed.py.
+    SKIPS, SKIPS_ENDS: see forward_passed.py. JOINED: see forward_joined.py.
     REST: columns past the first PANEL that q . k^T takes; 0: all. NAMED, BY_WARP: see
         rings.py.
     """
@@ -67,6 +67,7 @@ class ForwardSm90Config(Sm90Config):
     TURNS: bool
     SKIPS: bool
     SKIPS_ENDS: bool
+    JOINED: bool
     WIDE: bool
     PARTS: int
     KEY_PANELS: int
@@ -154,6 +155,7 @@ def config_of(
         BY_WARP=form.by_warp,
         PACKED=form.packed,
         TURNS=form.turns,
+        JOINED=form.joined,
         SKIPS=form.skips,
         SKIPS_ENDS=form.skips and blocks is not None and apart and blocks.kv_block == form.tile_n,
         WIDE=form.wide,
