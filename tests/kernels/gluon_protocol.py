@@ -216,9 +216,9 @@ class Launch:
             raise ProtocolError(f"pieces of keys from {pieces} on serve those from {keys[0]} on")
         if not self.world.own.live:
             return s
-        used = next(reads[1][3] for reads in reversed(self.world.own.log) if len(reads) == 2)
-        if used != keys[0]:
-            raise ProtocolError(f"keys from {used} on were used as those from {keys[0]} on")
+        used = next(reads[1] for reads in reversed(self.world.own.log) if len(reads) == 2)
+        if used is None or used[3] != keys[0]:
+            raise ProtocolError(f"{used} was used for keys from {keys[0]} on")
         return s
 
     def _masked(self, s: Any, _: Any, mem: Any, n: int, __: Any, keys: Vec, *rest: Any) -> Any:

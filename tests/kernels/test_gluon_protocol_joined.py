@@ -77,8 +77,8 @@ def queries_of_another_tile(names: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "mistake", "said"),
     [
-        ("tail", tag_read_late, "were used as those"),
-        ("two stages", tag_read_late, "were used as those"),
+        ("tail", tag_read_late, "was used for keys"),
+        ("two stages", tag_read_late, "was used for keys"),
         ("in use", nothing_waited_for, "used|copied over|more often|every warp"),
         ("in use", queries_kept, "every warp waits"),
         ("in use", queries_of_another_tile, "used|copied over"),
