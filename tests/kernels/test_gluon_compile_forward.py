@@ -23,6 +23,7 @@ needs_gluon(also=True)
 import triton  # noqa: E402
 
 from attnloom.backends.gluon import configs_forward, launch_forward  # noqa: E402
+from attnloom.backends.gluon.fields_forward import config_of, form_of  # noqa: E402
 from attnloom.backends.gluon.forward_sm90 import forward_kernel  # noqa: E402
 from attnloom.backends.triton.fields import Tensors  # noqa: E402
 from attnloom.backends.triton.hasty import hastily  # noqa: E402
@@ -113,7 +114,11 @@ REST = [
 ]
 
 
-MANY_STEPS = [(causal, BF16), (causal, FP16), (None, BF16)]
+def sinks(b, h, q, kv):
+    return (q >= kv) & ((q - kv < 130) | (kv < 4))
+
+
+MANY_STEPS = [(causal, BF16), (causal, FP16), (None, BF16), (near, FP16), (sinks, BF16)]
 
 
 def check(D: int, score: Any, mask: Any, dtype: torch.dtype, spills: int) -> None:
@@ -185,10 +190,6 @@ def test_warps_of_a_consumer_do_not_meet_in_a_step(D: int, consumers: int) -> No
         assert not re.search(r"\tbar(?:rier)?\.", step)
 
 
-def sinks(b, h, q, kv):
-    return (q >= kv) & ((q - kv < 130) | (kv < 4))
-
-
 @pytest.mark.parametrize(("D", "mask"), [(64, sinks), (128, sinks), (128, near)])
 def test_a_masks_columns_are_literals(D: int, mask: Any) -> None:
     """Positions of keys took 32 registers, and sinks spilled 664 bytes a thread at D=64."""
@@ -226,6 +227,48 @@ def test_forms_of_first_calls(D: int, score: Any, mask: Any) -> None:
 def test_three_consumers_of_many_steps_overlap(mask: Any, dtype: torch.dtype) -> None:
     with mock.patch.object(launch_forward, "has_few_steps", lambda call: False):
         check(64, None, mask, dtype, 0)
+
+
+SKIPPING = {
+    "causal": (call_of(64, None, causal), True, True, False),
+    "documents": (call_of(64, None, documents), True, True, False),
+    "no mask": (call_of(64, None, None), False, False, True),
+    "96": (call_of(96, None, None), True, False, False),
+    "score_mod": (call_of(64, alibi, causal), True, True, False),
+    "blocks of two steps": (call_of(64, None, causal, block=256), True, False, False),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_which_consumers_pass_over_steps_or_join_tiles(name: str) -> None:
+    call, *wanted = SKIPPING[name]
+    with device_is("sm_90"):
+        in_order = launch_forward._in_order(call, True)
+        form = next(form for form in in_order if form.consumers == 3)
+        quick = configs_forward.quick(form)
+        assert quick is not None and not quick.skips and not quick.joined
+        cfg = config_of(call, form, form_of(call, True), False)
+    assert wanted == [cfg.SKIPS, cfg.SKIPS_ENDS, cfg.JOINED]
+
+
+@pytest.mark.parametrize("mask", [None, causal, near, sinks])
+def test_tags_are_read_before_keys_are_given_back(mask: Any) -> None:
+    """LLVM moves a load from shared memory to where its value is used, past an arrival that is
+    written out: the first tag of a joined tile was another step's, if that came in time."""
+    with (
+        mock.patch.object(launch_forward, "has_few_steps", lambda call: False),
+        mock.patch("tests.kernels.test_gluon_compile_forward.LENGTH", 500),
+    ):
+        text = compiled(call_of(64, None, mask)).text
+    short = {
+        "m64n128k16": "s",  # scores
+        "wait_group.sync.aligned 0": "w",  # for all products: for first scores, for values else
+        "@first mbarrier.arrive": "a",
+        "ld.shared.b32": "l",
+    }
+    order = "".join(short[found] for found in re.findall("|".join(map(re.escape, short)), text))
+    assert len(re.findall("s+lwa", order)) >= 3, order
+    assert not re.search("s+wa+l", order), order
 
 
 SHORT = [(128, None, documents, BF16)]

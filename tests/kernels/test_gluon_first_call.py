@@ -55,7 +55,7 @@ def test_consumers_are_read_once():
     found = functions_of(64, alibi, causal)
     names = [name.rpartition(".")[2] for name in found]
     assert names.count("_consumer") == 3
-    once = ["consume", "_plain_tile", "_weights", "softmax_step", "masked", "rescaled"]
+    once = ["consume", "plain_tile", "step_weights", "softmax_step", "masked", "rescaled"]
     assert {name: names.count(name) for name in once} == dict.fromkeys(once, 1)
 
 

@@ -34,6 +34,9 @@ class Form:
     named: slots of keys and values are given back by named barriers (rings.py).
     by_warp: they and queries by a lane of each warp, and all threads wait (addresses.py).
     turns: consumers issue the products of a step one after the other (rings.py).
+    skips: a consumer passes over steps at a tile's ends in which it has no block, and over all of
+        them past the last query (forward_passed.py).
+    joined: a tile begins under the end of the one before (forward_joined.py); without a BlockMask.
     wide: p . v is one product of three parts of the output (forward_wide.py): of its panels, or of
         32 columns each where D and Dv are 65 to 96.
     key_panels: that keys have room for, fewer than `stages` tiles have; 0: as many.
@@ -65,6 +68,8 @@ class Form:
     named: bool = False
     by_warp: bool = False
     turns: bool = False
+    skips: bool = False
+    joined: bool = False
     wide: bool = False
     key_panels: int = 0
     programs: int = 1
@@ -81,6 +86,10 @@ class Form:
         assert not self.key_panels or self._is_short_ring()
         assert not (self.named or self.by_warp) or self.stages <= _RING
         assert not (self.named and self.by_warp)
+        assert not self.joined or (self.overlap and self.panels == 1 and not self.wide)
+        assert not (self.joined and (self.q_kept or self.out_in_q or self.prefetch))
+        assert not (self.joined and (self.skips or self.turns or self.named))
+        assert not self.skips or (self.consumers == 3 and not self.prefetch)
         assert not self.turns or (self.by_warp and self.overlap and self.consumers > 1)
 
     def _is_short_ring(self) -> bool:
@@ -135,7 +144,7 @@ def covered(head_dim: int, other_dim: int) -> int:
 # (fixed_sparse 508 bytes for 0, D=128), so the same form without names follows.
 _FORMS: dict[int, tuple[Form, ...]] = {
     64: (
-        Form(3, 128, 2, 2, False, False, 160, 32, (152, 56)),
+        Form(3, 128, 2, 2, False, False, 160, 32, (152, 56), skips=True),
         Form(2, 128, 2, 2, True, False, 240, 24, (232, 40)),
     ),
     128: (
@@ -176,13 +185,13 @@ _PLAIN: dict[int, tuple[Form, ...]] = {
     64: (
         Form(
             3, 128, 4, 2, True, False, 160, 32, (152, 56), lazy=True, ahead=True, by_lane=True,
-            packed=True, by_warp=True,
+            packed=True, by_warp=True, joined=True,
         ),
     ),
     UP_TO_96: (
         Form(
             3, 128, 2, 1, False, True, 160, 32, (152, 56), lazy=True, by_lane=True, cut=True,
-            wide=True, named=True,
+            wide=True, named=True, skips=True,
         ),
         _WIDE_96,
         replace(_WIDE_96, wide=False),
@@ -204,8 +213,8 @@ _PLAIN: dict[int, tuple[Form, ...]] = {
 # and 1.027. H200, causal: D=128 0.970 -> 1.016 of FA4's speed, D=256 1.120 of cuDNN's.
 _PLAIN_MASKED: dict[int, tuple[Form, ...]] = {
     64: (
-        replace(_PLAIN[64][0], late=True, turns=True),
-        replace(_PLAIN[64][0], by_warp=False),
+        replace(_PLAIN[64][0], joined=False, skips=True, late=True, turns=True),
+        replace(_PLAIN[64][0], joined=False, skips=True, by_warp=False),
     ),
     128: (replace(_PLAIN[128][0], by_warp=False, named=True, ahead=True),),
     256: (replace(_PLAIN[256][0], ahead=True),),
@@ -283,7 +292,7 @@ def quick(form: Form) -> Form | None:
     return replace(
         form, consumers=1, warps=8, named=False, by_warp=True, wide=False, overlap=False,
         late=False, ahead=False, packed=False, q_kept=0, registers=240, load_registers=24,
-        column_registers=(232, 40), turns=False, hasty=True,
+        column_registers=(232, 40), turns=False, skips=False, joined=False, hasty=True,
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Two consumers in place of three at heads of up to 96, where a tile has few steps.
 
 Three have 192 queries: a step costs less a query, a tile's beginning and end more, and beside
-blocks of 128 a tile takes part in steps that some of its queries have no block in. Which is less
-follows from how many blocks there are, which the host knows."""
+blocks of 128 a tile has steps that some of its queries have no block in, in which its other
+consumers are not much faster. Which is less follows from how many blocks there are, which the host
+knows."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ class _Cost(NamedTuple):
 
 # Of three and of two, by place in the tables. H200: docs/log.md. Up to 64 causal, S=1024 and 8,192,
 # of forms whose products wait for each other; a step of three takes 0.95 of that since theirs
-# overlap. 65 to 96 have three without a mask alone; steps of S=8192, tiles by their bytes.
+# overlap. From S=4096 to 16,384 those fit 7.4 and 1.30, and 5.8 since consumers pass over steps
+# (forward_passed.py). That says too much of S=1024, 14% more than three took there before either,
+# so that it is not used for rows as short as the choice is about. 65 to 96 have three without a
+# mask alone; steps of S=8192, tiles by their bytes.
 _COSTS = {
     PANEL: (_Cost(3, 3.48, 0.95 * 1.54), _Cost(2, 1.79, 1.15)),
     UP_TO_96: (_Cost(3, 5.2, 2.07), _Cost(2, 2.6, 1.49)),

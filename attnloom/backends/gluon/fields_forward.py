@@ -35,7 +35,8 @@ class ForwardSm90Config(Sm90Config):
 
     SUB: of a block of keys. MAY_MASK: any of HAS_MASK, HAS_TAIL, APART.
     APART: consumers of a tile may have different live blocks.
-    NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a tile may have no step.
+    NEEDS_KEYS: consumers ask which keys a step has. MAY_BE_EMPTY: a consumer may take part in no
+        step of a tile.
     NUM_COLUMNS, COLUMN0, COLUMN1: values of keys that a warp of its own computes for the mask.
     HUGE: scores may be so large (backends/triton/fields.py).
     FLOOR: maxima begin at the least finite number.
@@ -43,6 +44,7 @@ class ForwardSm90Config(Sm90Config):
     PANELS: as many tiles of D or DV columns cover a head dimension.
     PARTS: accumulators of the output, of PART columns each. WIDE: see forward_wide.py.
     KEY_PANELS: of keys in shared memory, see rings.py.
+    SKIPS, SKIPS_ENDS: see forward_passed.py. JOINED: see forward_joined.py.
     REST: columns past the first PANEL that q . k^T takes; 0: all. NAMED, BY_WARP: see
         rings.py.
     """
@@ -63,6 +65,9 @@ class ForwardSm90Config(Sm90Config):
     BY_WARP: bool
     PACKED: bool
     TURNS: bool
+    SKIPS: bool
+    SKIPS_ENDS: bool
+    JOINED: bool
     WIDE: bool
     PARTS: int
     KEY_PANELS: int
@@ -150,6 +155,9 @@ def config_of(
         BY_WARP=form.by_warp,
         PACKED=form.packed,
         TURNS=form.turns,
+        JOINED=form.joined,
+        SKIPS=form.skips,
+        SKIPS_ENDS=form.skips and blocks is not None and apart and blocks.kv_block == form.tile_n,
         WIDE=form.wide,
         PARTS=form.parts,
         KEY_PANELS=form.key_panels or form.stages * form.panels,
@@ -163,7 +171,7 @@ def config_of(
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,
         NEEDS_KEYS=may_mask or shared["HAS_SCORE"] or shared["HAS_BIAS"],
-        MAY_BE_EMPTY=blocks is not None,
+        MAY_BE_EMPTY=blocks is not None or form.skips,
         NUM_COLUMNS=len(columns),
         COLUMN0=columns[0] if columns else gl.int32,
         COLUMN1=columns[1] if len(columns) > 1 else gl.int32,

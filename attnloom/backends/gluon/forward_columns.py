@@ -29,7 +29,7 @@ def write_columns(mem, heads, kv_offset, mask_args, cfg: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([N // 32], [32], [1], [0])
     n = 0
     num_tiles = 0
-    tile, unit, steps = take_job(mem, 0)
+    tile, unit, steps, _ = take_job(mem, 0, cfg)
     while tile >= 0:
         b, h = unit // heads, unit % heads
         head = cfg.MASK_HEAD(mask_args, b, h)
@@ -53,7 +53,7 @@ def write_columns(mem, heads, kv_offset, mask_args, cfg: gl.constexpr):
                 leave(mem, mem.v_empty, slot, VALUES_LEFT, cfg)
             n += 1
         num_tiles += 1
-        tile, unit, steps = take_job(mem, num_tiles)
+        tile, unit, steps, _ = take_job(mem, num_tiles, cfg)
 
 
 @gluon.jit

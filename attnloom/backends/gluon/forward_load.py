@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnloom.backends.gluon import builtins as bi
+from attnloom.backends.gluon.forward_passed import dead_ends
 from attnloom.backends.gluon.forward_shared import (
     FLAG_BITS,
     give_job,
@@ -140,10 +141,12 @@ def load_tiles(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.conste
     t = _draw(counter)
     tile, unit, first, last = _look_up(lists, plan, gl.minimum(t, total - 1), cfg)
     entry = _first_entry(lists, first, last, cfg)
+    dead = dead_ends(lists, first, last, entry, cfg)
     while t < total:
         t = _draw(counter)
         b, h = unit // heads, unit % heads
-        give_job(mem, num_tiles, tile, unit, (last - first).to(gl.int32))
+        steps = (last - first).to(gl.int32)
+        give_job(mem, num_tiles, tile, unit, steps, dead if cfg.SKIPS_ENDS else steps)
         _load_query(q_desc, mem, b, h, tile, num_tiles, cfg)
         following = _look_up(lists, plan, gl.minimum(t, total - 1), cfg)
         n = _load_keys(
@@ -151,8 +154,9 @@ def load_tiles(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.conste
         )
         tile, unit, first, last = following
         entry = _first_entry(lists, first, last, cfg)
+        dead = dead_ends(lists, first, last, entry, cfg)
         num_tiles += 1
-    give_job(mem, num_tiles, -1, 0, 0)
+    give_job(mem, num_tiles, -1, 0, 0, 0)
     if t == total + gl.num_programs(0) - 1:
         # the last draw of the launch puts the counter back
         gl.store(counter, 0)

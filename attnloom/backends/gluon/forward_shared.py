@@ -6,7 +6,8 @@ Glossary, beyond backends/triton/forward.py
     ring, slot, phase    see rings.py
     tag          of a step: key tile * 2 + whether the mask is to be applied; APART: as an entry of
                  merged_lists.py, with the key tile in place of the block
-    job          of a tile: its number (-1: no more), b * Hq + h, its number of steps
+    job          of a tile: its number (-1: no more), b * Hq + h, its number of steps, the ends that
+                 consumers pass over (forward_passed.py)
 """
 
 from triton.experimental import gluon
@@ -173,19 +174,20 @@ def query_phase(n, cfg: gl.constexpr):
 
 
 @gluon.jit
-def give_job(mem, n, tile, unit, steps):
+def give_job(mem, n, tile, unit, steps, dead):
     """The producer says what the n-th tile is."""
     slot = n & 1
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     i = gl.arange(0, 4, LAYOUT)
     mbarrier.wait(mem.job_empty.index(slot), ((n >> 1) & 1) ^ 1)
-    mem.jobs.index(slot).store(gl.where(i == 0, tile, gl.where(i == 1, unit, steps)))
+    counts = gl.where(i == 2, steps, dead)
+    mem.jobs.index(slot).store(gl.where(i == 0, tile, gl.where(i == 1, unit, counts)))
     mbarrier.arrive(mem.job_full.index(slot), count=1)
 
 
 @gluon.jit
-def take_job(mem, n):
-    """(tile, unit, steps) of the n-th tile."""
+def take_job(mem, n, cfg: gl.constexpr):
+    """(tile, unit, steps, dead ends) of the n-th tile."""
     slot = n & 1
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     mbarrier.wait(mem.job_full.index(slot), (n >> 1) & 1)
@@ -194,8 +196,11 @@ def take_job(mem, n):
     tile = gl.sum(gl.where(i == 0, job, 0), 0)
     unit = gl.sum(gl.where(i == 1, job, 0), 0)
     steps = gl.sum(gl.where(i == 2, job, 0), 0)
+    dead = 0
+    if cfg.SKIPS_ENDS:
+        dead = gl.sum(gl.where(i == 3, job, 0), 0)
     mbarrier.arrive(mem.job_empty.index(slot))
-    return tile, unit, steps
+    return tile, unit, steps, dead
 
 
 @gluon.jit

@@ -4,291 +4,49 @@ Algorithm: FlashAttention-2 and -3 (Dao 2023, Shah et al. 2024) on the block lis
 Parallelisation: one program a processor. A producer warp draws tiles and fills rings of keys and
 values by TMA; each of up to three consumers owns ROWS queries of the tile and all of its keys.
 
-A step of a consumer, OVERLAP: the product q . k^T of this step and p . v of the last are issued
-together, and the exponentials of this step run while the latter is computed. Otherwise the three
-follow each other, and the consumers fill each other's gaps; for tiles whose scores and output leave
-no registers for a second p.
-
 Heads of 129 to 192 may lie in three PANELS of 64 columns, where a tile of a power of two would have
 256: as many products of a step, each a group of its own to wait for, and as many accumulators. Of
 a tile of 128, q . k^T may leave out columns that heads of 65 to 96 do not use (REST).
 
-AHEAD: nothing in PTX ties the exponentials of a step to the wait for its product p . v, and ptxas
-puts them after that wait, so that nothing runs while it is computed. The end of a basic block stops
-it, as the loop around a barrier's wait is one: the next step's keys are waited for in between.
-
-One loop takes full and partial blocks, with a branch around the mask: separate loops double the
-code and spill. What single scores look up (pieces.py) is loaded while the product q . k^T is
-computed; PREFETCH: by the step before, as soon as its own is used, and kept in registers.
-
-Everything in flight is waited for within the step that issued it or the next
-statement: ptxas serialises products that cross the back edge of a loop otherwise (C7514).
+Steps of a consumer: forward_steps.py; those that it passes over: forward_passed.py; tiles one
+behind the other: forward_joined.py.
 
 Glossaries: forward_shared.py, forward_math.py, backends/triton/forward.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.forward_columns import write_columns
+from attnloom.backends.gluon.forward_joined import consume_joined
 from attnloom.backends.gluon.forward_load import load_tiles
 from attnloom.backends.gluon.forward_math import (
-    carried,
-    caught_up,
-    columns,
     contexts,
-    empty_state,
-    key_positions,
-    log_sums,
-    look_up,
-    masked,
-    modified,
-    only_if,
-    operand,
-    rescaled,
-    row_bias,
     row_sums,
-    softmax_step,
 )
-from attnloom.backends.gluon.forward_products import add_output, finished, scores, take_queries
+from attnloom.backends.gluon.forward_passed import (
+    own_steps,
+    pass_over_all,
+)
+from attnloom.backends.gluon.forward_products import take_queries
+from attnloom.backends.gluon.forward_results import store_results
 from attnloom.backends.gluon.forward_shared import (
-    ALL_FULL,
     allocate,
-    is_full,
     query_phase,
     query_slot,
     take_job,
 )
+from attnloom.backends.gluon.forward_steps import overlapped_tile, plain_tile
 from attnloom.backends.gluon.rings import (
-    KEYS_LEFT,
-    KEYS_THERE,
     QUERIES_THERE,
-    VALUES_LEFT,
-    VALUES_THERE,
-    box,
     first_turn,
-    get,
     last_turn,
-    leave,
-    leave_if,
     leave_queries,
-    pass_turn,
-    phase_of,
-    slot_of,
-    take_turn,
     wait_there,
-    wait_there_if,
 )
 from attnloom.backends.triton.device_math import whole32
-
-
-@gluon.jit
-def _prepare(mem, slot, live, context, pieces, L: gl.constexpr, cfg: gl.constexpr):
-    """(tag, keys, columns, pieces) of a step, while its product is in flight. live: there is a
-    step. pieces: if PREFETCH; else they are asked for here."""
-    tag = 0
-    if cfg.NEEDS_KEYS:
-        tag = get(mem.tags.index(slot))
-        if cfg.MAY_BE_EMPTY:
-            # of no step: full for all, or the columns of no keys would be waited for
-            tag = gl.where(live, tag, ALL_FULL if cfg.APART else 0)
-    keys = key_positions(tag, L, cfg)
-    if not cfg.PREFETCH:
-        pieces = look_up(context, tag, cfg)
-    return tag, keys, columns(context, keys, cfg), pieces
-
-
-@gluon.jit
-def _look_up_ahead(mem, n, live, context, cfg: gl.constexpr):
-    """Pieces of step n, once its tag is there; if it is not live, of keys that exist."""
-    if cfg.PREFETCH:
-        slot = slot_of(n, cfg)
-        wait_there_if(live, mem, mem.k_full, slot, phase_of(n, cfg), KEYS_THERE, cfg)
-        return look_up(context, gl.where(live, get(mem.tags.index(slot)), 0), cfg)
-    else:
-        return 0
-
-
-@gluon.jit
-def _wait_ahead(mem, n, live, cfg: gl.constexpr):
-    """For the keys of step n, if it is live."""
-    if cfg.AHEAD:
-        wait_there_if(live, mem, mem.k_full, slot_of(n, cfg), phase_of(n, cfg), KEYS_THERE, cfg)
-
-
-@gluon.jit
-def _weights(
-    s, mem, n, more, prepared, context, state, at, consumer, L: gl.constexpr, cfg: gl.constexpr
-):
-    """The softmax of a step: (p, m_i, l_i, alpha, the next step's pieces if PREFETCH). more: the
-    tile has a next step. at: see `consume`."""
-    tag, keys, column, pieces = prepared
-    _, _, _, factor, base, _ = at
-    bias = row_bias(context, tag, cfg)
-    s = modified(s, context, column, pieces, keys, factor, cfg)
-    following = _look_up_ahead(mem, n + 1, more, context, cfg)
-    if cfg.MAY_MASK:
-        if not is_full(tag, consumer, cfg):
-            live = True
-            if cfg.APART:
-                live = (tag >> (2 * consumer + 1)) & 1 != 0
-            s = masked(s, context, mem, n, tag, keys, live, at, L, cfg)
-    p, m_i, l_i, alpha = softmax_step(s, bias, state[0], state[1], base, L, cfg)
-    return p, m_i, l_i, alpha, following
-
-
-@gluon.jit
-def _overlapped_step(
-    q, mem, n, more, acc, p, state, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Scores and exponentials of step n, the output of step n - 1. state = (m_i, l_i, pieces,
-    alpha if LATE)."""
-    slot, last = slot_of(n, cfg), slot_of(n - 1, cfg)
-    if not cfg.AHEAD:
-        wait_there(mem, mem.k_full, slot, phase_of(n, cfg), KEYS_THERE, cfg)
-    p = operand(p, L, OUT, cfg)
-    take_turn(consumer, cfg)
-    s = scores(q, mem, n, L, cfg)
-    if cfg.LATE:
-        acc = caught_up(acc, state[3], OUT, cfg)
-    wait_there(mem, mem.v_full, last, phase_of(n - 1, cfg), VALUES_THERE, cfg)
-    acc = add_output(p, mem, at[5], last, acc, cfg)
-    pass_turn(consumer, cfg)
-    prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
-    s = warpgroup_mma_wait(1 if cfg.WIDE else cfg.PANELS, [s])
-    leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
-    weights, m_i, l_i, alpha, pieces = _weights(
-        s, mem, n, more, prepared, context, state, at, consumer, L, cfg
-    )
-    if not cfg.PACKED:
-        following = carried(weights, OUT, cfg)
-    _wait_ahead(mem, n + 1, more, cfg)
-    acc, p = finished(acc, p, cfg)
-    if cfg.PACKED:  # into the registers of the last ones
-        following = carried(weights, OUT, cfg)
-    leave(mem, mem.v_empty, last, VALUES_LEFT, cfg)
-    if not cfg.LATE:
-        acc = caught_up(acc, alpha, OUT, cfg)
-    return acc, following, m_i, l_i, pieces, alpha
-
-
-@gluon.jit
-def _overlapped_tile(
-    q, mem, n, steps, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
-):
-    """(acc, m_i, l_i, number of the next step) of a tile's steps, one product behind the other."""
-    live = True
-    if cfg.MAY_BE_EMPTY:
-        live = steps > 0
-    acc, m_i, l_i = empty_state(L, OUT, cfg)
-    slot = slot_of(n, cfg)
-    # without a step this multiplies what lies there, which nobody uses
-    wait_there_if(live, mem, mem.k_full, slot, phase_of(n, cfg), KEYS_THERE, cfg)
-    s = scores(q, mem, n, L, cfg)
-    pieces = _look_up_ahead(mem, n, live, context, cfg)
-    prepared = _prepare(mem, slot, live, context, pieces, L, cfg)
-    s = warpgroup_mma_wait(0, [s])
-    leave_if(live, mem, mem.k_empty, slot, KEYS_LEFT, cfg)
-    weights, m_i, l_i, alpha, pieces = _weights(
-        s, mem, n, steps > 1, prepared, context, (m_i, l_i), at, consumer, L, cfg
-    )
-    p = carried(weights, OUT, cfg)
-    _wait_ahead(mem, n + 1, steps > 1, cfg)
-    if cfg.MAY_BE_EMPTY:
-        n += live.to(gl.int32)
-    else:
-        n += 1
-    for i in range(1, steps):
-        state = m_i, l_i, pieces, alpha
-        acc, p, m_i, l_i, pieces, alpha = _overlapped_step(
-            q, mem, n, i + 1 < steps, acc, p, state, context, at, consumer, L, OUT, cfg
-        )
-        n += 1
-    if cfg.LATE:
-        acc = caught_up(acc, alpha, OUT, cfg)
-    last = slot_of(n - 1, cfg)
-    wait_there_if(live, mem, mem.v_full, last, phase_of(n - 1, cfg), VALUES_THERE, cfg)
-    p = operand(p, L, OUT, cfg)
-    acc, p = finished(add_output(p, mem, at[5], last, acc, cfg), p, cfg)
-    leave_if(live, mem, mem.v_empty, last, VALUES_LEFT, cfg)
-    if cfg.MAY_BE_EMPTY:
-        acc = only_if(live, acc, cfg)
-        m_i = gl.where(live, m_i, float("-inf"))
-        l_i = gl.where(live, l_i, 0.0)
-    return acc, m_i, l_i, n
-
-
-@gluon.jit
-def _plain_tile(
-    q, mem, n, steps, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr
-):
-    """The same, one after the other."""
-    acc, m_i, l_i = empty_state(L, OUT, cfg)
-    pieces = _look_up_ahead(mem, n, steps > 0, context, cfg)
-    for i in range(0, steps):
-        slot, phase = slot_of(n, cfg), phase_of(n, cfg)
-        wait_there(mem, mem.k_full, slot, phase, KEYS_THERE, cfg)
-        s = scores(q, mem, n, L, cfg)
-        prepared = _prepare(mem, slot, True, context, pieces, L, cfg)
-        s = warpgroup_mma_wait(0, [s])
-        leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
-        weights, m_i, l_i, alpha, pieces = _weights(
-            s, mem, n, i + 1 < steps, prepared, context, (m_i, l_i), at, consumer, L, cfg
-        )
-        p = carried(weights, OUT, cfg)
-        acc = caught_up(acc, alpha, OUT, cfg)
-        wait_there(mem, mem.v_full, slot, phase, VALUES_THERE, cfg)
-        acc, p = finished(add_output(p, mem, at[5], slot, acc, cfg), p, cfg)
-        leave(mem, mem.v_empty, slot, VALUES_LEFT, cfg)
-        n += 1
-    return acc, m_i, l_i, n
-
-
-@gluon.jit
-def _space(mem, at, cfg: gl.constexpr):
-    """Where a panel of results leaves from."""
-    if cfg.OUT_IN_Q:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        return bi.reinterpret(mem.out.index(at), cfg.OPERAND, [cfg.ROWS, cfg.DV], LAYOUT)
-    else:
-        return mem.out.index(at)
-
-
-@gluon.jit
-def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexpr,
-           cfg: gl.constexpr):  # fmt: skip
-    """Leaves the results of a consumer's rows by way of `out`, at its panel `at`. place = (b, h,
-    unit, first row, queries, Q_LEN)."""
-    b, h, unit, row, queries, q_len = place
-    lse, max_scores = outs
-    inverse = 1.0 / gl.where(l_i == 0, 1.0, l_i)
-    result = rescaled(acc, inverse, OUT, cfg)
-    tma.store_wait(0)
-    if cfg.PANELS == 3:
-        for i in gl.static_range(3):
-            _space(mem, at + i, cfg).store(result[i].to(cfg.OPERAND))
-    elif cfg.PARTS == 3:
-        for i in gl.static_range(3):
-            part = _space(mem, at, cfg).slice(i * cfg.PART, cfg.PART, 1)
-            part.store(result[i].to(cfg.OPERAND))
-    else:
-        _space(mem, at, cfg).store(result.to(cfg.OPERAND))
-    fence_async_shared()
-    for i in gl.static_range(cfg.PANELS):
-        panel = box(_space(mem, at + i, cfg), cfg.ROWS, cfg.DV, cfg)
-        bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
-    log_sum, natural = log_sums(m_i, l_i, base, cfg)
-    at = unit.to(gl.int64) * q_len + queries
-    gl.store(lse + at, log_sum, mask=queries < q_len)
-    if cfg.WANT_MAX:
-        gl.store(max_scores + at, natural, mask=queries < q_len)
 
 
 @gluon.jit
@@ -305,7 +63,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
     n = 0
     num_tiles = 0
     first_turn(consumer, cfg)
-    tile, unit, steps = take_job(mem, 0)
+    tile, unit, steps, dead = take_job(mem, 0, cfg)
     while tile >= 0:
         b, h = unit // heads, unit % heads
         row = (tile * cfg.CONSUMERS + consumer) * cfg.ROWS
@@ -317,25 +75,29 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         q = take_queries(mem, first, L, cfg)
         if cfg.Q_KEPT == cfg.PANELS and not cfg.OUT_IN_Q:
             leave_queries(mem, slot, cfg)
+        steps, passed, idle = own_steps(steps, dead, consumer, row, q_len, cfg)
+        n = pass_over_all(mem, n, idle, consumer, cfg)
         if cfg.OVERLAP:
-            acc, m_i, l_i, n = _overlapped_tile(
-                q, mem, n, steps, context, at, consumer, L, OUT, cfg
+            acc, m_i, l_i, n = overlapped_tile(
+                q, mem, n, steps, passed, context, at, consumer, L, OUT, cfg
             )
         else:
-            acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, consumer, L, OUT, cfg)
+            acc, m_i, l_i, n = plain_tile(
+                q, mem, n, steps, passed, context, at, consumer, L, OUT, cfg
+            )
         l_i = row_sums(l_i, L, cfg)
         place = (b, h, unit, row, queries, q_len)
         if cfg.OUT_IN_Q:
-            _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
+            store_results(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
             tma.store_wait(0)
             leave_queries(mem, slot, cfg)
         else:
             if cfg.Q_KEPT < cfg.PANELS:
                 leave_queries(mem, slot, cfg)
             first = consumer * cfg.PANELS
-            _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
+            store_results(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
         num_tiles += 1
-        tile, unit, steps = take_job(mem, num_tiles)
+        tile, unit, steps, dead = take_job(mem, num_tiles, cfg)
     tma.store_wait(0)
     last_turn(consumer, cfg)
 
@@ -348,7 +110,10 @@ def _consumer(
     """The partition of a consumer. Its number is a value, so that Triton reads the functions above
     for one consumer and copies what it made of them (0.1 to 0.2 s a kernel, Triton 3.6)."""
     number = bi.scalar(NUMBER, gl.int32)
-    consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, number, cfg)
+    if cfg.JOINED:
+        consume_joined(out_desc, outs, mem, sizes, score_args, mask_args, scales, number, cfg)
+    else:
+        consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, number, cfg)
 
 
 @gluon.jit(do_not_specialize=["lists", "score_args", "mask_args", "factor", "base", "shape"])

@@ -155,6 +155,15 @@ def take_turn(consumer, cfg: gl.constexpr):
 
 
 @gluon.jit
+def leave_turn_if(live, consumer, cfg: gl.constexpr):
+    """A consumer that has no product to issue takes its turn and passes it, if `live`."""
+    if cfg.TURNS:
+        bi.meet_if(live, TURN + consumer, 64 * cfg.WARPS)
+        following = gl.where(consumer == cfg.CONSUMERS - 1, 0, consumer + 1)
+        bi.signal_if(live, TURN + following, 64 * cfg.WARPS)
+
+
+@gluon.jit
 def pass_turn(consumer, cfg: gl.constexpr):
     if cfg.TURNS:
         following = gl.where(consumer == cfg.CONSUMERS - 1, 0, consumer + 1)
