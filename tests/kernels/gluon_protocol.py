@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnloom.backends.gluon import (
+    forward_boxes,
     forward_columns,
     forward_load,
     forward_math,
@@ -33,8 +34,8 @@ from tests.kernels.gluon_values import Int, Nothing, Pointer, Vec
 from tests.kernels.gluon_world import ProtocolError, Slot, World, held, play, stand_ins
 
 MODULES = (
-    forward_columns, forward_load, forward_math, forward_products, forward_shared, forward_sm90,
-    rings,
+    forward_boxes, forward_columns, forward_load, forward_math, forward_products, forward_shared,
+    forward_sm90, rings,
 )  # fmt: skip
 HEADS, GROUP, BATCH = 4, 2, 2
 
@@ -156,7 +157,7 @@ class Launch:
                 "modified": self._modified,
                 "masked": self._masked,
                 "softmax_step": lambda *_: (Nothing(), Nothing(), Nothing(), Nothing()),
-                "_store": lambda *_: None,
+                "store": lambda *_: None,
             }
             | self._wide(found["add_output"])
         )

@@ -29,11 +29,7 @@ Glossaries: forward_shared.py, forward_math.py, backends/triton/forward.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from attnloom.backends.gluon import builtins as bi
 from attnloom.backends.gluon.forward_columns import write_columns
@@ -45,18 +41,22 @@ from attnloom.backends.gluon.forward_math import (
     contexts,
     empty_state,
     key_positions,
-    log_sums,
     look_up,
     masked,
     modified,
     only_if,
     operand,
-    rescaled,
     row_bias,
     row_sums,
     softmax_step,
 )
-from attnloom.backends.gluon.forward_products import add_output, finished, scores, take_queries
+from attnloom.backends.gluon.forward_products import (
+    add_output,
+    arrived,
+    finished,
+    scores,
+    take_queries,
+)
 from attnloom.backends.gluon.forward_shared import (
     ALL_FULL,
     allocate,
@@ -65,13 +65,14 @@ from attnloom.backends.gluon.forward_shared import (
     query_slot,
     take_job,
 )
+from attnloom.backends.gluon.forward_strips import STRIP, masked_strips, three_parts
+from attnloom.backends.gluon.forward_store import store
 from attnloom.backends.gluon.rings import (
     KEYS_LEFT,
     KEYS_THERE,
     QUERIES_THERE,
     VALUES_LEFT,
     VALUES_THERE,
-    box,
     first_turn,
     get,
     last_turn,
@@ -138,7 +139,10 @@ def _weights(
             live = True
             if cfg.APART:
                 live = (tag >> (2 * consumer + 1)) & 1 != 0
-            s = masked(s, context, mem, n, tag, keys, live, at, L, cfg)
+            if cfg.STRIPS:
+                s = masked_strips(s, context, mem, n, at, L, cfg)
+            else:
+                s = masked(s, context, mem, n, tag, keys, live, at, L, cfg)
     p, m_i, l_i, alpha = softmax_step(s, bias, state[0], state[1], base, L, cfg)
     return p, m_i, l_i, alpha, following
 
@@ -162,7 +166,7 @@ def _overlapped_step(
     acc = add_output(p, mem, at[5], last, acc, cfg)
     pass_turn(consumer, cfg)
     prepared = _prepare(mem, slot, True, context, state[2], L, cfg)
-    s = warpgroup_mma_wait(1 if cfg.WIDE else cfg.PANELS, [s])
+    s = arrived(1 if cfg.WIDE else cfg.PANELS, s, cfg)
     leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = _weights(
         s, mem, n, more, prepared, context, state, at, consumer, L, cfg
@@ -194,7 +198,7 @@ def _overlapped_tile(
     s = scores(q, mem, n, L, cfg)
     pieces = _look_up_ahead(mem, n, live, context, cfg)
     prepared = _prepare(mem, slot, live, context, pieces, L, cfg)
-    s = warpgroup_mma_wait(0, [s])
+    s = arrived(0, s, cfg)
     leave_if(live, mem, mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = _weights(
         s, mem, n, steps > 1, prepared, context, (m_i, l_i), at, consumer, L, cfg
@@ -213,6 +217,9 @@ def _overlapped_tile(
         n += 1
     if cfg.LATE:
         acc = caught_up(acc, alpha, OUT, cfg)
+    if cfg.OUT_RING:
+        # of one stage, so that the slot is the consumer's number
+        leave_queries(mem, consumer, cfg)
     last = slot_of(n - 1, cfg)
     wait_there_if(live, mem, mem.v_full, last, phase_of(n - 1, cfg), VALUES_THERE, cfg)
     p = operand(p, L, OUT, cfg)
@@ -237,7 +244,7 @@ def _plain_tile(
         wait_there(mem, mem.k_full, slot, phase, KEYS_THERE, cfg)
         s = scores(q, mem, n, L, cfg)
         prepared = _prepare(mem, slot, True, context, pieces, L, cfg)
-        s = warpgroup_mma_wait(0, [s])
+        s = arrived(0, s, cfg)
         leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
         weights, m_i, l_i, alpha, pieces = _weights(
             s, mem, n, i + 1 < steps, prepared, context, (m_i, l_i), at, consumer, L, cfg
@@ -252,50 +259,13 @@ def _plain_tile(
 
 
 @gluon.jit
-def _space(mem, at, cfg: gl.constexpr):
-    """Where a panel of results leaves from."""
-    if cfg.OUT_IN_Q:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        return bi.reinterpret(mem.out.index(at), cfg.OPERAND, [cfg.ROWS, cfg.DV], LAYOUT)
-    else:
-        return mem.out.index(at)
-
-
-@gluon.jit
-def _store(out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexpr,
-           cfg: gl.constexpr):  # fmt: skip
-    """Leaves the results of a consumer's rows by way of `out`, at its panel `at`. place = (b, h,
-    unit, first row, queries, Q_LEN)."""
-    b, h, unit, row, queries, q_len = place
-    lse, max_scores = outs
-    inverse = 1.0 / gl.where(l_i == 0, 1.0, l_i)
-    result = rescaled(acc, inverse, OUT, cfg)
-    tma.store_wait(0)
-    if cfg.PANELS == 3:
-        for i in gl.static_range(3):
-            _space(mem, at + i, cfg).store(result[i].to(cfg.OPERAND))
-    elif cfg.PARTS == 3:
-        for i in gl.static_range(3):
-            part = _space(mem, at, cfg).slice(i * cfg.PART, cfg.PART, 1)
-            part.store(result[i].to(cfg.OPERAND))
-    else:
-        _space(mem, at, cfg).store(result.to(cfg.OPERAND))
-    fence_async_shared()
-    for i in gl.static_range(cfg.PANELS):
-        panel = box(_space(mem, at + i, cfg), cfg.ROWS, cfg.DV, cfg)
-        bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
-    log_sum, natural = log_sums(m_i, l_i, base, cfg)
-    at = unit.to(gl.int64) * q_len + queries
-    gl.store(lse + at, log_sum, mask=queries < q_len)
-    if cfg.WANT_MAX:
-        gl.store(max_scores + at, natural, mask=queries < q_len)
-
-
-@gluon.jit
 def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer, cfg: gl.constexpr):
     """What a consumer does. sizes = (Hq, Q_LEN, KV_LEN, q_offset, kv_offset)."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.TILE_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.PART, 16])
+    N: gl.constexpr = STRIP if cfg.STRIPS else cfg.TILE_N
+    PART: gl.constexpr = STRIP if cfg.STRIPS else cfg.PART
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, PART, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.PART, 16])
     heads, q_len, kv_len, q_offset, kv_offset = sizes
     factor, base = scales
     if cfg.BAKED:
@@ -324,16 +294,18 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
         else:
             acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, consumer, L, OUT, cfg)
         l_i = row_sums(l_i, L, cfg)
+        if cfg.STRIPS:
+            acc = three_parts(acc, cfg.PART)
         place = (b, h, unit, row, queries, q_len)
         if cfg.OUT_IN_Q:
-            _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
+            store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, RESULT, cfg)
             tma.store_wait(0)
             leave_queries(mem, slot, cfg)
         else:
-            if cfg.Q_KEPT < cfg.PANELS:
+            if cfg.Q_KEPT < cfg.PANELS and not cfg.OUT_RING:
                 leave_queries(mem, slot, cfg)
-            first = consumer * cfg.PANELS
-            _store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
+            first = consumer * (2 if cfg.OUT_RING else cfg.PANELS)
+            store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, RESULT, cfg)
         num_tiles += 1
         tile, unit, steps = take_job(mem, num_tiles)
     tma.store_wait(0)
@@ -370,6 +342,8 @@ def forward_kernel(
         heads, whole32(shape, 15), whole32(shape, 18), whole32(shape, 21), whole32(shape, 24),
         whole32(shape, 27), whole32(shape, 30), whole32(shape, 33), whole32(shape, 36),
     )  # fmt: skip
+    if cfg.STRIPS:
+        plan += (sizes[2],)
     listed = (lists[0], lists[1], whole32(lists, 2), whole32(lists, 5))
     outs, scales = (lse, max_scores), (factor, base)
     SECOND_WARPS: gl.constexpr = 4 if cfg.CONSUMERS > 1 else 0

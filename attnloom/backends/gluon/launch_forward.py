@@ -109,7 +109,8 @@ def _key(call: AttentionCall, want_max_scores: bool) -> tuple[bool, tuple[object
     """Whether numbers are the first ones, and what launches are remembered by."""
     fixed = has_first_numbers(call)
     inputs = _Inputs(call.query, call.key, call.value, call.query if want_max_scores else None)
-    lists = _size_class(call.blocks), has_few_steps(call), has_short_rows(call)
+    chosen = call.blocks is not None and call.blocks.chosen
+    lists = _size_class(call.blocks), chosen, has_few_steps(call), has_short_rows(call)
     return fixed, (fixed, call.scale, *lists, *launch_key(call, inputs))
 
 
@@ -267,4 +268,7 @@ def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:
         found = tuple(f for f in found if not f.turns)
     if _size_class(blocks):
         found = tuple(f for f in found if not f.is_apart(blocks.q_block))
-    return found
+    # a step of strips has boxes of two blocks, partial if one of them is, and lists of its own
+    # would be needed where the mask may be false in the other
+    own = blocks.chosen or call.mask is None
+    return tuple(f for f in found if not (f.strips and (own or f.is_apart(blocks.q_block))))
