@@ -128,5 +128,3 @@ class BoxLaunch(Launch):
             raise ProtocolError(f"tile {tile} of unit {unit} used {log[:4]}")
         if self.world.own.masked != sum(partial for _, partial in steps):
             raise ProtocolError(f"tile {tile} of unit {unit} masked {self.world.own.masked} steps")
-
-

@@ -309,8 +309,8 @@ def quick(form: Form) -> Form | None:
     after the other. Triton copies what it made of a consumer for each, and products that overlap
     have a first step of their own, so that this takes a third to a half of the time to compile. It
     gives the same bits: a panel of the output at a time adds up the same keys in the same order as
-    all of them at once. Strips are of four warps, and keep both consumers. None where a tile has one
-    consumer of four warps, and for pieces, which are divided among four."""
+    all of them at once. Strips are of four warps, and keep both consumers. None where a tile has
+    one consumer of four warps, and for pieces, which are divided among four."""
     if form.strips:
         return replace(
             form, overlap=False, late=False, ahead=False, packed=False, turns=False, out_ring=False,

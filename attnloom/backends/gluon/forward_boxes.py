@@ -1,9 +1,9 @@
 """Steps whose keys are copied BOX rows at a time: how they are told, and loaded.
 
-Three boxes of 32 keys are a step of 96, which blocks of a mask are no multiple of. Under a mask with
-lists they are the next three of those that live blocks have, one block after the other, which need
-not be neighbours; so the mask is applied by the rows of each box. The last step of a tile may have
-fewer: the others begin where keys end.
+Three boxes of 32 keys are a step of 96, which blocks of a mask are no multiple of. Under a mask
+with lists they are the next three of those that live blocks have, one block after the other, which
+need not be neighbours; so the mask is applied by the rows of each box, and to all three if the
+block of one is partial. The last step of a tile may have fewer: the others begin where keys end.
 
 Glossary: forward_shared.py. place: of a step, the rows of its boxes; four steps have room, as
 consumers read it after they have given back the step's keys, and before they do so of the second
@@ -76,9 +76,7 @@ def _box_of(entry, at, last, kv_len, overhang, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_boxes(
-    k_desc, v_desc, lists, mem, b, h, first, last, entries, ends, n, cfg: gl.constexpr
-):
+def load_boxes(k_desc, v_desc, lists, mem, b, h, first, last, entries, ends, n, cfg: gl.constexpr):
     """As forward_load._load_keys, of boxes; without lists, steps. ends = (KV_LEN, what overhangs
     it)."""
     kv_len, overhang = ends

@@ -23,6 +23,7 @@ from attnloom.backends.gluon.forward_strips import (
     strips_exp,
     strips_if,
     strips_max,
+    strips_scaled,
     strips_times,
     unpacked_strips,
 )
@@ -104,7 +105,7 @@ def look_up(context, tag, cfg: gl.constexpr):
 def modified(s, context, column, pieces, keys, factor, cfg: gl.constexpr):
     """x of raw products, before the mask, less what `row_bias` adds."""
     if not cfg.UNSCALED:
-        s = s * factor
+        s = strips_scaled(s, factor) if cfg.STRIPS else s * factor
     b, h, queries, score, _, bias = context
     if cfg.HAS_SCORE:
         args, head, row, _ = score

@@ -65,8 +65,8 @@ from attnloom.backends.gluon.forward_shared import (
     query_slot,
     take_job,
 )
-from attnloom.backends.gluon.forward_strips import STRIP, masked_strips, three_parts
 from attnloom.backends.gluon.forward_store import store
+from attnloom.backends.gluon.forward_strips import STRIP, masked_strips, three_parts
 from attnloom.backends.gluon.rings import (
     KEYS_LEFT,
     KEYS_THERE,

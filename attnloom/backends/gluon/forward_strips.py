@@ -1,4 +1,4 @@
-"""Steps of any multiple of 16 keys: scores, weights and output in strips of 16 columns.
+"""Steps of 96 keys: scores, weights and output in strips of 16 columns.
 
 Triton's tiles are powers of two, and so would be the keys of a step: 64 of 192 columns leave the
 products little to do for what they read, 128 of them leave no room for two steps in shared memory.
@@ -178,16 +178,16 @@ def strips_times(acc, alpha, L: gl.constexpr):
 @gluon.jit
 def no_strips(COUNT: gl.constexpr, L: gl.constexpr):
     zero = gl.zeros([64, STRIP], gl.float32, L)
-    found = (zero,)
-    for _ in gl.static_range(COUNT - 1):
+    found = ()
+    for _ in gl.static_range(COUNT):
         found += (zero,)
     return found
 
 
 @gluon.jit
 def strips_if(live, acc):
-    found = (gl.where(live, acc[0], 0.0),)
-    for i in gl.static_range(1, len(acc)):
+    found = ()
+    for i in gl.static_range(len(acc)):
         found += (gl.where(live, acc[i], 0.0),)
     return found
 
@@ -237,6 +237,14 @@ def masked_strips(s, context, mem, n, at, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
+def strips_scaled(s, factor):
+    found = ()
+    for i in gl.static_range(len(s)):
+        found += (s[i] * factor,)
+    return found
+
+
+@gluon.jit
 def strips_max(s, L: gl.constexpr):
     """Of rows."""
     most = s[0]
@@ -273,8 +281,8 @@ def _pairs(x, cfg: gl.constexpr):
 @gluon.jit
 def packed_strips(x, cfg: gl.constexpr):
     """Pairs of columns in one register."""
-    found = (_pairs(x[0], cfg),)
-    for i in gl.static_range(1, len(x)):
+    found = ()
+    for i in gl.static_range(len(x)):
         found += (_pairs(x[i], cfg),)
     return found
 
@@ -289,8 +297,8 @@ def _whole(x, L: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def unpacked_strips(x, L: gl.constexpr, cfg: gl.constexpr):
-    found = (_whole(x[0], L, cfg),)
-    for i in gl.static_range(1, len(x)):
+    found = ()
+    for i in gl.static_range(len(x)):
         found += (_whole(x[i], L, cfg),)
     return found
 

@@ -268,7 +268,8 @@ def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:
         found = tuple(f for f in found if not f.turns)
     if _size_class(blocks):
         found = tuple(f for f in found if not f.is_apart(blocks.q_block))
-    # a step of strips has boxes of two blocks, partial if one of them is, and lists of its own
-    # would be needed where the mask may be false in the other
-    own = blocks.chosen or call.mask is None
-    return tuple(f for f in found if not (f.strips and (own or f.is_apart(blocks.q_block))))
+    if blocks.chosen or call.mask is None or _size_class(blocks):
+        # a step may have boxes of two blocks, and is partial if one of them is: so the mask has to
+        # be true in full blocks
+        found = tuple(f for f in found if not f.strips)
+    return tuple(f for f in found if not (f.strips and f.is_apart(blocks.q_block)))
