@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from attnloom.backends.gluon import rings
 from tests.kernels.gluon_protocol import GROUP, HEADS, Launch, Plan
 from tests.kernels.gluon_values import Int, Nothing
 from tests.kernels.gluon_world import ProtocolError
@@ -48,6 +47,8 @@ class BoxPlan(Plan):
 
 
 class BoxLaunch(Launch):
+    plan: BoxPlan
+
     def names(self) -> dict[str, Any]:
         found = super().names()
         self._rows_of = found["rows_of"]
@@ -60,7 +61,7 @@ class BoxLaunch(Launch):
             "both_waited": lambda acc, p: self.world.finish(0, [acc, p]),
         }
 
-    def _one_group(self, multiply: Callable[[int], None], count: int) -> None:
+    def _one_group(self, multiply: Callable[[int], Any], count: int) -> None:
         groups = self.world.own.groups
         before = len(groups)
         for i in range(count):
@@ -68,7 +69,7 @@ class BoxLaunch(Launch):
         groups[before:] = [[read for group in groups[before:] for read in group]]
 
     def _scores(self, q: Any, mem: Any, n: int, _: Any, cfg: Any) -> Nothing:
-        first = rings.slot_of(n, cfg) * cfg.PANELS * BOXES
+        first = (n & (cfg.STAGES - 1)) * cfg.PANELS * BOXES
 
         def multiply(i: int) -> None:
             left = mem.q.index(q[0] + i // BOXES)

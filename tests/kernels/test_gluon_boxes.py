@@ -58,7 +58,7 @@ def tiles_of(blocks: BlockLists) -> list[tuple[int, int, list[tuple[tuple[int, .
 
     found = []
     with held(MODULES, stand_ins(World(0), 1, (*MODULES,)) | {"_load_three": note}):
-        load: dict[str, Any] = vars(forward_load)
+        load = dict(vars(forward_load))
         for t in range(units * num_tiles):
             tile, unit, first, last = load["_look_up"](lists, plan, Int(t), cfg)
             entries = load["_first_entry"](lists, first, last, cfg)
