@@ -28,9 +28,12 @@ pytestmark = ON_HOPPER
 
 @contextlib.contextmanager
 def strips(wanted: bool = True) -> Iterator[None]:
-    """Inside, new launches are of this form, or none is."""
+    """Inside, launches are of this form, or none is."""
+    from attnloom.api import near, repeats
     from attnloom.backends.gluon import launch_forward
 
+    near.clear()
+    repeats.clear()
     with mock.patch.object(launch_forward, "_ready", {}):
         yield
         found = [*launch_forward._ready.values()]

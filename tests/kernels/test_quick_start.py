@@ -80,7 +80,10 @@ class Machine:
 
 
 def _kind(launch: Launcher) -> tuple[int, int]:
-    return launch.config.WARPS, launch.config.CONSUMERS
+    config = launch.config
+    if getattr(config, "STRIPS", False) and not config.OVERLAP:
+        return QUICK  # of both consumers
+    return config.WARPS, config.CONSUMERS
 
 
 USUAL, QUICK = (4, 2), (8, 1)
