@@ -104,5 +104,5 @@ def test_first_calls(mask: Any) -> None:
     with mock.patch.object(launch_forward, "_in_order", quick), hastily():
         found = compiled(call_of(192, None, mask))
     assert found.serialised == ()
-    assert found.spills <= 32
-    assert found.text.count("m64n96k16") == 2 * 12
+    assert found.spills <= 16
+    assert found.text.count("m64n96k16") == 12

@@ -18,6 +18,7 @@ STRIPS |= {"OVERLAP": True, "NUM_COLUMNS": 0, "PARTS": 3, "PANELS": 3, "Q_STAGES
 STRIPS |= {"OUT_RING": True, "TILE_N": 12, "BOX": 4, "SUB": 4}
 IN_QUERIES = {"OUT_RING": False, "OUT_IN_Q": True}
 QUICK = {"OVERLAP": False, "AHEAD": False, "PACKED": False, "LATE": False} | IN_QUERIES
+QUICK |= {"WARPS": 8, "ROWS": 8}
 FORMS = {
     "blocks of four boxes": form(**STRIPS),
     "blocks of two": form(**STRIPS | {"SUB": 2}),
@@ -26,8 +27,8 @@ FORMS = {
     "in turn, no mask": form(**STRIPS | PLAIN | {"MAY_MASK": True, "NEEDS_KEYS": True}, TURNS=True),
     "in turn, no lists": form(**STRIPS, TURNS=True, HAS_LISTS=False, MAY_BE_EMPTY=False),
     "no mask, no tail": form(**STRIPS | PLAIN, TURNS=True),
-    "quick": form(**STRIPS | QUICK),
-    "quick, no lists": form(**STRIPS | QUICK, HAS_LISTS=False, MAY_BE_EMPTY=False),
+    "quick": form(1, **STRIPS | QUICK),
+    "quick, no lists": form(1, **STRIPS | QUICK, HAS_LISTS=False, MAY_BE_EMPTY=False),
 }
 
 

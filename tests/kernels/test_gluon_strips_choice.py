@@ -86,7 +86,7 @@ def test_a_first_call_has_them_one_product_after_the_other() -> None:
         found = quick(in_order(call_of(192, mask))[0])
         assert found is not None and found.strips and found.wide and found.hasty
         assert not (found.overlap or found.packed or found.turns or found.out_ring)
-        assert found.out_in_q and found.tile_m == 128
+        assert found.out_in_q and (found.consumers, found.warps, found.tile_m) == (1, 8, 128)
 
 
 @pytest.mark.parametrize(("length", "masked"), [(960, False), (1024, True)])

@@ -24,14 +24,14 @@ def text_of(name: str, *args: Any) -> str:
     return getattr(function, "fn", function)(*args)
 
 
-def image() -> tuple[Array, dict[str, Array]]:
+def image(queries: int = 64) -> tuple[Array, dict[str, Array]]:
     """A step as forward_boxes.py has it copied: panels of 64 columns, each of three boxes."""
     memory = DRAW.normal(size=232448 // 2)
     x = {name: DRAW.normal(size=(KEYS, 192)) for name in ("k", "v")}
-    x["q"] = DRAW.normal(size=(64, 192))
+    x["q"] = DRAW.normal(size=(queries, 192))
     for i in range(3):
         columns = slice(PANEL * i, PANEL * (i + 1))
-        put(memory, AT["q"] + i * 64 * 128, x["q"][:, columns])
+        put(memory, AT["q"] + i * queries * 128, x["q"][:, columns])
         for name in ("k", "v"):
             for j in range(3):
                 rows = slice(BOX * j, BOX * (j + 1))
@@ -50,23 +50,28 @@ def descriptor(text: str, address: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("depth", [176, 192])
-def test_scores(depth: int) -> None:
-    memory, x = image()
-    text = text_of("_scores_text", KEYS, depth, "bf16")
+@pytest.mark.parametrize(("queries", "first"), [(64, 0), (128, 0), (128, 64)])
+def test_scores(queries: int, first: int, depth: int) -> None:
+    """first: row of the warps that multiply, of those that a consumer has."""
+    memory, x = image(queries)
+    text = text_of("_scores_text", KEYS, depth, "bf16", queries)
     count = KEYS // 2
     steps = [
         (int(left) * 16, int(right) * 16)
         for left, right in re.findall(r"add\.s64 at, a, (\d+); add\.s64 bt, b, (\d+);", text)
     ]
     sides = [
-        (AT[name], (*descriptor(text, str(at)), [step[side] for step in steps]), rows)
-        for side, (name, at, rows) in enumerate((("q", count, 64), ("k", count + 8, KEYS)))
+        (AT[name] + start * 128, (*descriptor(text, str(at)), [step[side] for step in steps]), rows)
+        for side, (name, at, rows, start) in enumerate(
+            (("q", count, 64, first), ("k", count + 8, KEYS, 0))
+        )
     ]
     found = np.zeros((64, KEYS))
     for i in range(len(steps)):
         left, right = (fetch(memory, at, made, False, rows, i) for at, made, rows in sides)
         found += left @ right.T
-    np.testing.assert_allclose(found, x["q"][:, :depth] @ x["k"][:, :depth].T, rtol=1e-9)
+    q, k = x["q"][first : first + 64, :depth], x["k"][:, :depth]
+    np.testing.assert_allclose(found, q @ k.T, rtol=1e-9)
     products = re.findall(r"wgmma\S+ \{([^}]*)\}, at, bt, (\d), 1, 1, 0, 0;", text)
     assert [sums for _, sums in products] == ["0"] + ["1"] * (depth // 16 - 1)
     assert {result for result, _ in products} == {", ".join(f"${i}" for i in range(count))}

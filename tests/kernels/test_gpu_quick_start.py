@@ -114,8 +114,7 @@ def test_the_bits_of_the_usual_form(
         # blocks of one consumer have no quick form
         patch.setattr("attnloom.backends.gluon.launch_forward.finer", lambda call: call)
         first = call()
-        strips = min(D, Dv) > 160 and score == "plain"
-        assert _consumers() == {(4, 2) if strips else (8, 1)}
+        assert _consumers() == {(8, 1)}
         for _ in range(3):
             for mine, theirs in zip(call(), first, strict=True):
                 assert torch.equal(mine, theirs)

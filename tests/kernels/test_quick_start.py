@@ -80,10 +80,7 @@ class Machine:
 
 
 def _kind(launch: Launcher) -> tuple[int, int]:
-    config = launch.config
-    if getattr(config, "STRIPS", False) and not config.OVERLAP:
-        return QUICK  # of both consumers
-    return config.WARPS, config.CONSUMERS
+    return launch.config.WARPS, launch.config.CONSUMERS
 
 
 USUAL, QUICK = (4, 2), (8, 1)

@@ -84,7 +84,8 @@ class Form:
         assert self.overlap or not (self.late or self.ahead or self.packed or self.q_kept)
         assert not self.cut or self.panels == 1
         assert self.pieces or not (self.lines or self.prefetch)
-        assert not self.wide or ((self.panels == 3 or self.cut) and self.warps == 4)
+        assert not self.wide or self.panels == 3 or self.cut
+        assert not self.wide or self.strips or self.warps == 4
         assert not self.key_panels or self._is_short_ring()
         assert not (self.named or self.by_warp) or self.stages <= _RING
         assert not (self.named and self.by_warp)
@@ -309,19 +310,16 @@ def quick(form: Form) -> Form | None:
     after the other. Triton copies what it made of a consumer for each, and products that overlap
     have a first step of their own, so that this takes a third to a half of the time to compile. It
     gives the same bits: a panel of the output at a time adds up the same keys in the same order as
-    all of them at once. Strips are of four warps, and keep both consumers. None where a tile has
-    one consumer of four warps, and for pieces, which are divided among four."""
-    if form.strips:
-        return replace(
-            form, overlap=False, late=False, ahead=False, packed=False, turns=False, out_ring=False,
-            out_in_q=True, hasty=True,
-        )  # fmt: skip
+    all of them at once. None where a tile has one consumer of four warps, and for pieces, which are
+    divided among four."""
     if form.consumers == 1 or form.pieces:
         return None
     return replace(
-        form, consumers=1, warps=8, named=False, by_warp=True, wide=False, overlap=False,
-        late=False, ahead=False, packed=False, q_kept=0, registers=240, load_registers=24,
-        column_registers=(232, 40), turns=False, hasty=True,
+        form, consumers=1, warps=8, named=False, by_warp=True, wide=form.strips, overlap=False,
+        late=False, ahead=False, packed=False, q_kept=0, registers=240,
+        load_registers=56 if form.strips else 24,
+        column_registers=(232, 40), turns=False, out_ring=False,
+        out_in_q=form.out_in_q or form.strips, hasty=True,
     )  # fmt: skip
 
 

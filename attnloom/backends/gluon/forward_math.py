@@ -265,7 +265,7 @@ def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
         N: gl.constexpr = STRIP if cfg.STRIPS else cfg.TILE_N
         l_i = _lane_sums(gl.zeros([cfg.ROWS, N], gl.float32, L))
     if cfg.STRIPS:
-        acc = no_strips(cfg.PARTS * cfg.PART // STRIP, L)
+        acc = no_strips(L, cfg)
     else:
         acc = gl.zeros([cfg.ROWS, cfg.PART], gl.float32, OUT)
         if cfg.PARTS == 3:

@@ -295,7 +295,7 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
             acc, m_i, l_i, n = _plain_tile(q, mem, n, steps, context, at, consumer, L, OUT, cfg)
         l_i = row_sums(l_i, L, cfg)
         if cfg.STRIPS:
-            acc = three_parts(acc, cfg.PART)
+            acc = three_parts(acc, RESULT)
         place = (b, h, unit, row, queries, q_len)
         if cfg.OUT_IN_Q:
             store(out_desc, outs, mem, first, acc, m_i, l_i, place, base, RESULT, cfg)

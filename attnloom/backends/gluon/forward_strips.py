@@ -9,7 +9,7 @@ looked for when a program begins. Of a thread's registers of an instruction's re
 Keys and values lie in panels of 64 columns side by side, each copied BOX rows at a time
 (forward_boxes.py), so that a step need not be in one block of a mask.
 
-Glossary: forward_shared.py. strips: a tuple of [64, 16].
+Glossary: forward_shared.py. strips: a tuple of [ROWS, 16].
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from attnloom.backends.gluon.forward_boxes import rows_of
 STRIP = gl.constexpr(16)
 _HELD = gl.constexpr(8)  # registers of a thread
 _PANEL_ROW = 128  # bytes of a panel's row
+PANEL_ROW = gl.constexpr(_PANEL_ROW)
 _EIGHT_ROWS = (8 * _PANEL_ROW >> 4) | (1 << 30)  # to the next eight; swizzled over 128 bytes
 
 
@@ -61,8 +62,8 @@ def both_waited(left: Any, right: Any, _semantic: Any = None) -> Any:
 
 
 @gluon.constexpr_function
-def _scores_text(keys, depth, half):
-    """q . k^T: $count and the eighth after it are addresses of q and k."""
+def _scores_text(keys, depth, half, rows):
+    """q . k^T: $count and the eighth after it are addresses of q and k. rows: of a panel of q."""
     count = keys // 2
     result = ", ".join(f"${i}" for i in range(count))
     lines = [
@@ -74,7 +75,7 @@ def _scores_text(keys, depth, half):
     ]
     for column in range(0, depth, 16):
         panel, rest = divmod(column, 64)
-        left = panel * 64 * _PANEL_ROW + rest * 2
+        left = panel * rows * _PANEL_ROW + rest * 2
         right = panel * keys * _PANEL_ROW + rest * 2
         lines.append(
             f"add.s64 at, a, {left >> 4}; add.s64 bt, b, {right >> 4};"
@@ -98,10 +99,14 @@ def _name(dtype):
 def scores_by_strip(q_at, k_at, L: gl.constexpr, cfg: gl.constexpr):
     """q . k^T of a step in flight, as one group. q_at, k_at: addresses."""
     HALF: gl.constexpr = _name(cfg.OPERAND)
-    TEXT: gl.constexpr = _scores_text(cfg.TILE_N, cfg.DEPTH, HALF)
+    TEXT: gl.constexpr = _scores_text(cfg.TILE_N, cfg.DEPTH, HALF, cfg.ROWS)
     CONSTRAINTS: gl.constexpr = _scores_constraints(cfg.TILE_N)
-    q_all = gl.full([64, STRIP], q_at, gl.int32, L)
-    k_all = gl.full([64, STRIP], k_at, gl.int32, L)
+    q_all = gl.full([cfg.ROWS, STRIP], q_at, gl.int32, L)
+    if cfg.WARPS == 8:
+        # the second four warps multiply the lower half of a panel
+        row = gl.arange(0, cfg.ROWS, gl.SliceLayout(1, L))
+        q_all = q_all + (row // 64 * (64 * PANEL_ROW))[:, None]
+    k_all = gl.full([cfg.ROWS, STRIP], k_at, gl.int32, L)
     return _by_strip(TEXT, CONSTRAINTS, (q_all, k_all), cfg.TILE_N // STRIP, gl.float32, False)
 
 
@@ -171,13 +176,15 @@ def strips_times(acc, alpha, L: gl.constexpr):
     COUNT: gl.constexpr = len(acc) * _HELD
     TEXT: gl.constexpr = _times_text(COUNT)
     CONSTRAINTS: gl.constexpr = _times_constraints(COUNT)
-    factor = alpha[:, None] + gl.zeros([64, STRIP], gl.float32, L)
+    factor = alpha[:, None] + gl.zeros([alpha.shape[0], STRIP], gl.float32, L)
     return _by_strip(TEXT, CONSTRAINTS, (factor,) + acc, len(acc), gl.float32, True)  # noqa: RUF005
 
 
 @gluon.jit
-def no_strips(COUNT: gl.constexpr, L: gl.constexpr):
-    zero = gl.zeros([64, STRIP], gl.float32, L)
+def no_strips(L: gl.constexpr, cfg: gl.constexpr):
+    """Of the output."""
+    zero = gl.zeros([cfg.ROWS, STRIP], gl.float32, L)
+    COUNT: gl.constexpr = cfg.PARTS * cfg.PART // STRIP
     found = ()
     for _ in gl.static_range(COUNT):
         found += (zero,)
@@ -272,7 +279,7 @@ _PAIR_OF_HALVES = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 @gluon.jit
 def _pairs(x, cfg: gl.constexpr):
     HOW: gl.constexpr = _PAIR if gl.bfloat16 == cfg.OPERAND else _PAIR_OF_HALVES
-    left, right = x.reshape([64, STRIP // 2, 2]).split()
+    left, right = x.reshape([cfg.ROWS, STRIP // 2, 2]).split()
     return gl.inline_asm_elementwise(
         HOW, "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -291,7 +298,7 @@ def packed_strips(x, cfg: gl.constexpr):
 def _whole(x, L: gl.constexpr, cfg: gl.constexpr):
     left = x.to(gl.int16).to(cfg.OPERAND, bitcast=True)
     right = (x >> 16).to(gl.int16).to(cfg.OPERAND, bitcast=True)
-    whole = gl.join(left, right).reshape([64, STRIP])
+    whole = gl.join(left, right).reshape([cfg.ROWS, STRIP])
     return gl.convert_layout(whole, L, assert_trivial=True)
 
 
@@ -304,21 +311,21 @@ def unpacked_strips(x, L: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def _beside(x, PIECE: gl.constexpr):
-    """Strips side by side, as one tensor of PIECE columns."""
+def _beside(x, OUT: gl.constexpr):
+    """Strips side by side, as one tensor of OUT."""
+    M: gl.constexpr = x[0].shape[0]
     N: gl.constexpr = x[0].shape[1]
-    if N == PIECE:
-        OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    if len(x) == 1:
         return gl.convert_layout(x[0], OUT, assert_trivial=True)
     else:
-        found = (gl.join(x[0], x[1]).permute(0, 2, 1).reshape([64, 2 * N]),)
-        for i in gl.static_range(2, len(x), 2):
-            found += (gl.join(x[i], x[i + 1]).permute(0, 2, 1).reshape([64, 2 * N]),)
-        return _beside(found, PIECE)
+        found = ()
+        for i in gl.static_range(0, len(x), 2):
+            found += (gl.join(x[i], x[i + 1]).permute(0, 2, 1).reshape([M, 2 * N]),)
+        return _beside(found, OUT)
 
 
 @gluon.jit
-def three_parts(acc, PIECE: gl.constexpr):
-    """The output as forward_wide.py has it."""
+def three_parts(acc, OUT: gl.constexpr):
+    """The output as forward_wide.py has it, in layout OUT."""
     N: gl.constexpr = len(acc) // 3
-    return _beside(acc[0:N], PIECE), _beside(acc[N : 2 * N], PIECE), _beside(acc[2 * N :], PIECE)
+    return _beside(acc[0:N], OUT), _beside(acc[N : 2 * N], OUT), _beside(acc[2 * N :], OUT)
