@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 from unittest import mock
 
-from attnloom.api import repeats
+from attnloom.api import near, repeats
 from attnloom.backends.gluon import configs_backward, configs_forward
 from attnloom.backends.triton.configs import Tile, clamped
 from benchmarks.gpu_cases import GpuCase
@@ -38,8 +38,8 @@ class Change:
         return {}
 
     @functools.cached_property
-    def _repeated(self) -> tuple[dict[Any, Any], set[int]]:
-        return {}, set()
+    def _repeated(self) -> tuple[tuple[ModuleType, str, Any], ...]:
+        return (repeats, "_buckets", {}), (repeats, "_met", set()), (near, "_calls", {})
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -47,9 +47,7 @@ class Change:
         exchanged = self.exchanged()
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(exchanged[0][0], "_ready", self._known))
-            for name, value in zip(("_buckets", "_met"), self._repeated, strict=True):
-                stack.enter_context(mock.patch.object(repeats, name, value))
-            for module, name, value in exchanged:
+            for module, name, value in (*self._repeated, *exchanged):
                 stack.enter_context(mock.patch.object(module, name, value))
             yield
 

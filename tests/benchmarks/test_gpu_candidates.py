@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from attnloom import flex_attention
-from attnloom.api import repeats
+from attnloom.api import near, repeats
 from attnloom.backends.gluon import configs_backward, configs_forward
 from benchmarks import candidates, gpu_candidates, gpu_cases, prewarm
 from benchmarks.candidates import (
@@ -69,13 +69,14 @@ def test_calls_that_are_repeated_are_kept_apart() -> None:
     """Without a mask a call is the same one under every change: all rows of a table were times of
     the first."""
     ways = [candidates.GluonForward(form) for form in configs_forward.forms(64, 64, None)]
-    found = []
-    for way in (*ways, *ways):
-        with way.installed():
-            found.append((id(repeats._buckets), id(repeats._met)))
-    apart = {*found, (id(repeats._buckets), id(repeats._met))}
-    assert found[: len(ways)] == found[len(ways) :]
-    assert len(apart) == len(ways) + 1
+    for module, name in ((repeats, "_buckets"), (repeats, "_met"), (near, "_calls")):
+        found = []
+        for way in (*ways, *ways):
+            with way.installed():
+                found.append(id(getattr(module, name)))
+        apart = {*found, id(getattr(module, name))}
+        assert found[: len(ways)] == found[len(ways) :]
+        assert len(apart) == len(ways) + 1
 
 
 @dataclass(frozen=True)

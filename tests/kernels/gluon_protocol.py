@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnloom.backends.gluon import (
+    forward_boxes,
     forward_columns,
     forward_joined,
     forward_load,
@@ -36,8 +37,8 @@ from tests.kernels.gluon_values import Int, Nothing, Pointer, Vec
 from tests.kernels.gluon_world import ProtocolError, Slot, World, held, play, stand_ins
 
 MODULES = (
-    forward_columns, forward_joined, forward_load, forward_math, forward_passed, forward_products,
-    forward_shared, forward_sm90, forward_steps, rings,
+    forward_boxes, forward_columns, forward_joined, forward_load, forward_math, forward_passed,
+    forward_products, forward_shared, forward_sm90, forward_steps, rings,
 )  # fmt: skip
 HEADS, GROUP, BATCH = 4, 2, 2
 # APART: a bit for each consumer whose block of a key tile is live, by the tile's number.

@@ -319,6 +319,9 @@ class Language:
     def minimum(self, left: int, right: int) -> Int:
         return Int(min(left, right))
 
+    def maximum(self, left: int, right: int) -> Int:
+        return Int(max(left, right))
+
     def arange(self, start: int, stop: int, _: Any = None) -> Vec:
         return Vec(Int(i) for i in range(start, stop))
 
@@ -362,6 +365,7 @@ def stand_ins(world: World, programs: int, modules: Sequence[ModuleType]) -> dic
             wait_if=lambda live, block, number, phase: world.wait(block.index(number), phase, live),
             new_block=_new_block,
             find=lambda block, *_: (block, Int(0)),  # a block of barriers stands for its address
+            find_all=lambda block, tiles: (block, *(Int(0) for _ in tiles)),
             barriers=_barriers,
         ),
         "Shared": lambda *parts: _named(dict(zip(_fields(modules), parts, strict=True))),

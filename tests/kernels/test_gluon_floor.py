@@ -48,8 +48,9 @@ def results(
 ) -> dict[str, torch.Tensor]:
     """Of scores [steps, rows, keys]."""
     cfg = SimpleNamespace(
-        HAS_BIAS=False, MAY_MASK=True, HAS_SCORE=True, FLOOR=floor, BY_LANE=False, HUGE=huge
-    )
+        HAS_BIAS=False, STRIPS=False, MAY_MASK=True, HAS_SCORE=True, FLOOR=floor, BY_LANE=False,
+        HUGE=huge,
+    )  # fmt: skip
     m_i = torch.full(scores.shape[1:2], LEAST if floor else -INF)
     l_i, acc = torch.zeros_like(m_i), torch.zeros_like(m_i)
     with mock.patch.dict(vars(forward_math), STAND_INS):

@@ -19,7 +19,7 @@ def form(consumers: int = 2, **changed: Any) -> SimpleNamespace:
     cfg = SimpleNamespace(
         CONSUMERS=consumers, WARPS=4, ROWS=4, TILE_N=8, STAGES=2, LOG_STAGES=1, Q_STAGES=2,
         PANELS=1, D=64, DV=64, Q_KEPT=0, REST=0, WIDE=False, NAMED=False, BY_WARP=False,
-        TURNS=False, SKIPS=False, SKIPS_ENDS=False, JOINED=False,
+        TURNS=False, SKIPS=False, SKIPS_ENDS=False, JOINED=False, STRIPS=False, OUT_RING=False,
         BY_LANE=False, LATE=False, AHEAD=False, PACKED=False, OVERLAP=consumers < 3, OUT_IN_Q=False,
         PREFETCH=False, OPERAND=None, SUB=1, HAS_LISTS=True, APART=consumers == 3,
         HAS_SCORE=False, HAS_BIAS=False, HAS_MASK=True, HAS_TAIL=False, MAY_MASK=True,

@@ -45,6 +45,8 @@ class ForwardSm90Config(Sm90Config):
     PARTS: accumulators of the output, of PART columns each. WIDE: see forward_wide.py.
     KEY_PANELS: of keys in shared memory, see rings.py.
     SKIPS, SKIPS_ENDS: see forward_passed.py. JOINED: see forward_joined.py.
+    STRIPS: see forward_strips.py. BOX: keys that are copied at once. DEPTH: columns that q . k^T
+        takes then. OUT_RING: results leave by way of two spaces.
     REST: columns past the first PANEL that q . k^T takes; 0: all. NAMED, BY_WARP: see
         rings.py.
     """
@@ -73,6 +75,10 @@ class ForwardSm90Config(Sm90Config):
     KEY_PANELS: int
     PART: int
     REST: int
+    STRIPS: bool
+    OUT_RING: bool
+    BOX: int
+    DEPTH: int
     OUT_IN_Q: bool
     APART: bool
     NEEDS_KEYS: bool
@@ -127,7 +133,9 @@ def config_of(
     scales = scales_of(call, score)
     has_tail = key.size(2) % (form.tile_n if blocks is None else blocks.kv_block) != 0
     apart = blocks is not None and form.is_apart(blocks.q_block)
-    may_mask = call.mask is not None or has_tail or apart
+    # a list's last step may have less than it has room for
+    filled_up = form.strips and blocks is not None
+    may_mask = call.mask is not None or has_tail or apart or filled_up
     columns = looked_up(call.mask, mask_target(call, narrow=True))
     load = form.column_registers if columns else (form.registers, form.load_registers)
     widths = form.columns(query.size(3)), form.columns(value.size(3))
@@ -163,10 +171,14 @@ def config_of(
         KEY_PANELS=form.key_panels or form.stages * form.panels,
         PART=form.part(value.size(3)),
         REST=form.rest(query.size(3)),
+        STRIPS=form.strips,
+        OUT_RING=form.out_ring,
+        BOX=form.box,
+        DEPTH=-(-query.size(3) // 16) * 16,
         OUT_IN_Q=form.out_in_q,
         REGISTERS=load[0],
         LOAD_REGISTERS=load[1],
-        SUB=1 if blocks is None else per_block(blocks.kv_block, form.tile_n),
+        SUB=1 if blocks is None else per_block(blocks.kv_block, form.box),
         APART=apart,
         HAS_TAIL=has_tail,
         MAY_MASK=may_mask,

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnloom.backends.gluon import builtins as bi
+from attnloom.backends.gluon.forward_boxes import entries_at, load_boxes, steps_of
 from attnloom.backends.gluon.forward_passed import dead_ends
 from attnloom.backends.gluon.forward_shared import (
     FLAG_BITS,
@@ -81,7 +82,7 @@ def _draw(counter):
 @gluon.jit
 def _look_up(lists, plan, t, cfg: gl.constexpr):
     """(tile, b * Hq + h, first and last step) of the t-th tile of the launch."""
-    heads, _, num_tiles, together, units, steps, _, _, _ = plan
+    heads, num_tiles, together, units, steps = plan[0], plan[2], plan[3], plan[4], plan[5]
     batch = t // (together * num_tiles)
     width = gl.minimum(units - batch * together, together)
     local = t - batch * together * num_tiles
@@ -101,7 +102,9 @@ def _look_up(lists, plan, t, cfg: gl.constexpr):
 
 @gluon.jit
 def _first_entry(lists, first, last, cfg: gl.constexpr):
-    if cfg.HAS_LISTS:
+    if cfg.STRIPS:
+        return entries_at(lists, first, last, cfg)
+    elif cfg.HAS_LISTS:
         return gl.load(lists[0] + first // cfg.SUB, mask=first < last, other=0)
     else:
         return 0
@@ -134,8 +137,8 @@ def _load_keys(
 @gluon.jit
 def load_tiles(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.constexpr):
     """The partition of the producer. plan = (Hq, GROUP, row tiles, heads of a batch, B * Hq, steps
-    without lists, tiles of the launch, kv batch step, what overhangs KV_LEN)."""
-    heads, group, _, _, _, _, total, step_b, overhang = plan
+    without lists, tiles of the launch, kv batch step, what overhangs KV_LEN, KV_LEN if STRIPS)."""
+    heads, group, total, step_b, overhang = plan[0], plan[1], plan[6], plan[7], plan[8]
     n = 0
     num_tiles = 0
     t = _draw(counter)
@@ -145,13 +148,16 @@ def load_tiles(q_desc, k_desc, v_desc, mem, counter, lists, plan, cfg: gl.conste
     while t < total:
         t = _draw(counter)
         b, h = unit // heads, unit % heads
-        steps = (last - first).to(gl.int32)
+        steps = (steps_of(first, last, cfg) if cfg.STRIPS else last - first).to(gl.int32)
         give_job(mem, num_tiles, tile, unit, steps, dead if cfg.SKIPS_ENDS else steps)
         _load_query(q_desc, mem, b, h, tile, num_tiles, cfg)
         following = _look_up(lists, plan, gl.minimum(t, total - 1), cfg)
-        n = _load_keys(
-            k_desc, v_desc, lists, mem, b * step_b, h // group, first, last, entry, overhang, n, cfg
-        )
+        b, h = b * step_b, h // group
+        if cfg.STRIPS:
+            ends = plan[9], overhang
+            n = load_boxes(k_desc, v_desc, lists, mem, b, h, first, last, entry, ends, n, cfg)
+        else:
+            n = _load_keys(k_desc, v_desc, lists, mem, b, h, first, last, entry, overhang, n, cfg)
         tile, unit, first, last = following
         entry = _first_entry(lists, first, last, cfg)
         dead = dead_ends(lists, first, last, entry, cfg)

@@ -16,6 +16,17 @@ from attnloom.backends.gluon.builtins import chosen, exp2_fast, times_unless_one
 from attnloom.backends.gluon.emit_mask import LANE
 from attnloom.backends.gluon.forward_columns import read_columns
 from attnloom.backends.gluon.forward_shared import key_tile
+from attnloom.backends.gluon.forward_strips import (
+    STRIP,
+    no_strips,
+    packed_strips,
+    strips_exp,
+    strips_if,
+    strips_max,
+    strips_scaled,
+    strips_times,
+    unpacked_strips,
+)
 from attnloom.backends.triton.device_math import LN_2
 
 # Below no finite number. A maximum that begins here (FLOOR) needs no question in each step whether
@@ -63,7 +74,8 @@ def contexts(score_args, mask_args, b, h, first, queries, q_offset, cfg: gl.cons
 
 @gluon.jit
 def key_positions(tag, L: gl.constexpr, cfg: gl.constexpr):
-    return key_tile(tag, cfg) * cfg.TILE_N + gl.arange(0, cfg.TILE_N, gl.SliceLayout(0, L))
+    N: gl.constexpr = STRIP if cfg.STRIPS else cfg.TILE_N
+    return key_tile(tag, cfg) * cfg.TILE_N + gl.arange(0, N, gl.SliceLayout(0, L))
 
 
 @gluon.jit
@@ -93,7 +105,7 @@ def look_up(context, tag, cfg: gl.constexpr):
 def modified(s, context, column, pieces, keys, factor, cfg: gl.constexpr):
     """x of raw products, before the mask, less what `row_bias` adds."""
     if not cfg.UNSCALED:
-        s = s * factor
+        s = strips_scaled(s, factor) if cfg.STRIPS else s * factor
     b, h, queries, score, _, bias = context
     if cfg.HAS_SCORE:
         args, head, row, _ = score
@@ -156,7 +168,10 @@ def _last_column(first, live, kv_len, cfg: gl.constexpr):
 @gluon.jit
 def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
     """(weights, m_i, l_i, what earlier weights are multiplied by). bias: see row_bias."""
-    highest = row_max(s, L)
+    if cfg.STRIPS:
+        highest = strips_max(s, L)
+    else:
+        highest = row_max(s, L)
     if cfg.HAS_BIAS:
         highest = highest + bias
     m_new = gl.maximum(m_i, highest)
@@ -167,15 +182,19 @@ def softmax_step(s, bias, m_i, l_i, base, L: gl.constexpr, cfg: gl.constexpr):
     alpha = exp2_fast((m_i - top) * base)
     if cfg.HAS_BIAS:
         top = top - bias
-    if cfg.HUGE:
+    if cfg.STRIPS:
+        p, total = strips_exp(s, (top * base)[:, None], base)
+    elif cfg.HUGE:
         # rounded, top * base is off by more than exponents may be, or past all numbers
         p = exp2_fast((s - top[:, None]) * base)
     else:
         p = exp2_fast(s * base - (top * base)[:, None])
+    if not cfg.STRIPS:
+        total = p
     if cfg.BY_LANE:
         LANES: gl.constexpr = l_i.type.layout
         past = gl.convert_layout(alpha, gl.SliceLayout(1, LANES), assert_trivial=True)
-        return p, m_new, l_i * past[:, None] + _lane_sums(p), alpha
+        return p, m_new, l_i * past[:, None] + _lane_sums(total), alpha
     else:
         return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
@@ -199,7 +218,9 @@ def row_sums(l_i, L: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def caught_up(acc, alpha, OUT: gl.constexpr, cfg: gl.constexpr):
     """The output of earlier steps in units of this one's; LAZY: no warp multiplies by ones."""
-    if cfg.LAZY:
+    if cfg.STRIPS:
+        return strips_times(acc, alpha, OUT)
+    elif cfg.LAZY:
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         if cfg.PARTS == 3:
             return (
@@ -226,7 +247,9 @@ def rescaled(acc, alpha, OUT: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def only_if(live, acc, cfg: gl.constexpr):
     """The output of a tile, or zeros."""
-    if cfg.PARTS == 3:
+    if cfg.STRIPS:
+        return strips_if(live, acc)
+    elif cfg.PARTS == 3:
         return gl.where(live, acc[0], 0.0), gl.where(live, acc[1], 0.0), gl.where(live, acc[2], 0.0)
     else:
         return gl.where(live, acc, 0.0)
@@ -239,10 +262,14 @@ def empty_state(L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     m_i = gl.full([cfg.ROWS], LEAST if cfg.FLOOR else float("-inf"), gl.float32, VECTOR)
     l_i = gl.full([cfg.ROWS], 0.0, gl.float32, VECTOR)
     if cfg.BY_LANE:
-        l_i = _lane_sums(gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L))
-    acc = gl.zeros([cfg.ROWS, cfg.PART], gl.float32, OUT)
-    if cfg.PARTS == 3:
-        acc = acc, acc, acc
+        N: gl.constexpr = STRIP if cfg.STRIPS else cfg.TILE_N
+        l_i = _lane_sums(gl.zeros([cfg.ROWS, N], gl.float32, L))
+    if cfg.STRIPS:
+        acc = no_strips(L, cfg)
+    else:
+        acc = gl.zeros([cfg.ROWS, cfg.PART], gl.float32, OUT)
+        if cfg.PARTS == 3:
+            acc = acc, acc, acc
     return acc, m_i, l_i
 
 
@@ -264,7 +291,12 @@ _PAIR_OF_HALVES = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 def carried(weights, OUT: gl.constexpr, cfg: gl.constexpr):
     """Weights as the loop hands them to its next step. PACKED: pairs of columns in one register;
     as single 16-bit values they would be put together once more there (32 PRMT a step, D = 64)."""
-    if cfg.PACKED:
+    if cfg.STRIPS:
+        if cfg.PACKED:
+            return packed_strips(weights, cfg)
+        else:
+            return unpacked_strips(packed_strips(weights, cfg), OUT, cfg)
+    elif cfg.PACKED:
         M: gl.constexpr = weights.shape[0]
         N: gl.constexpr = weights.shape[1]
         left, right = weights.reshape([M, N // 2, 2]).split()
@@ -281,7 +313,9 @@ def carried(weights, OUT: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def operand(p, L: gl.constexpr, OUT: gl.constexpr, cfg: gl.constexpr):
     """The same as p . v takes them."""
-    if cfg.PACKED:
+    if cfg.STRIPS:
+        return unpacked_strips(p, L, cfg)
+    elif cfg.PACKED:
         left = p.to(gl.int16).to(cfg.OPERAND, bitcast=True)
         right = (p >> 16).to(gl.int16).to(cfg.OPERAND, bitcast=True)
         whole = gl.join(left, right).reshape([cfg.ROWS, cfg.TILE_N])

@@ -8,8 +8,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from attnloom.backends.gluon.forward_shared import PANEL
+from attnloom.backends.gluon.forward_strips import (
+    add_by_strip,
+    both_waited,
+    scores_by_strip,
+    waited,
+)
 from attnloom.backends.gluon.forward_wide import add_wide
-from attnloom.backends.gluon.rings import key_panel
+from attnloom.backends.gluon.rings import key_panel, slot_of
 
 
 @gluon.jit
@@ -52,14 +58,19 @@ def _part(q, mem, i: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def scores(q, mem, n, L: gl.constexpr, cfg: gl.constexpr):
     """q . k^T of step n, PANELS products in flight, or two if REST. q: see `take_queries`."""
-    zeros = gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L)
-    if cfg.REST > 0:
+    if cfg.STRIPS:
+        q_at = mem.queries_at + q[0] * (cfg.ROWS * cfg.D * 2)
+        k_at = mem.keys_at + slot_of(n, cfg) * (cfg.TILE_N * cfg.D * 2 * cfg.PANELS)
+        return scores_by_strip(q_at, k_at, L, cfg)
+    elif cfg.REST > 0:
+        zeros = gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L)
         whole = mem.k.index(key_panel(n, 0, cfg))
         k = whole.slice(0, PANEL, 1).permute((1, 0))
         s = warpgroup_mma(_part(q, mem, 0, cfg), k, zeros, use_acc=False, is_async=True)
         k = whole.slice(PANEL, cfg.REST, 1).permute((1, 0))
         return warpgroup_mma(_part(q, mem, 1, cfg), k, s, is_async=True)
     else:
+        zeros = gl.zeros([cfg.ROWS, cfg.TILE_N], gl.float32, L)
         k = mem.k.index(key_panel(n, 0, cfg)).permute((1, 0))
         s = warpgroup_mma(_panel(q, mem, 0, cfg), k, zeros, use_acc=False, is_async=True)
         for i in gl.static_range(1, cfg.PANELS):
@@ -71,7 +82,10 @@ def scores(q, mem, n, L: gl.constexpr, cfg: gl.constexpr):
 @gluon.jit
 def add_output(p, mem, values_at, slot, acc, cfg: gl.constexpr):
     """acc + p . v of a step, PANELS products in flight, or one if WIDE. values_at: address of v."""
-    if cfg.WIDE:
+    if cfg.STRIPS:
+        BYTES: gl.constexpr = cfg.PANELS * cfg.TILE_N * cfg.DV * 2
+        return add_by_strip(p, values_at + slot * BYTES, acc, cfg)
+    elif cfg.WIDE:
         BYTES: gl.constexpr = cfg.PANELS * cfg.TILE_N * cfg.DV * 2
         return add_wide(p, values_at + slot * BYTES, acc, cfg.TILE_N, cfg.PART)
     elif cfg.PANELS == 3:
@@ -85,9 +99,20 @@ def add_output(p, mem, values_at, slot, acc, cfg: gl.constexpr):
 
 
 @gluon.jit
+def arrived(PENDING: gl.constexpr, s, cfg: gl.constexpr):
+    """Scores, once at most so many products are in flight."""
+    if cfg.STRIPS:
+        return waited(PENDING, s)
+    else:
+        return warpgroup_mma_wait(PENDING, [s])
+
+
+@gluon.jit
 def finished(acc, p, cfg: gl.constexpr):
     """The output, and p, once all products are done."""
-    if cfg.PARTS == 3:
+    if cfg.STRIPS:
+        return both_waited(acc, p)
+    elif cfg.PARTS == 3:
         left, middle, right, p = warpgroup_mma_wait(0, [acc[0], acc[1], acc[2], p])
         return (left, middle, right), p
     else:

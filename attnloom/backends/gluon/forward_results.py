@@ -21,6 +21,18 @@ def _space(mem, at, cfg: gl.constexpr):
 
 
 @gluon.jit
+def _leave_in_turn(out_desc, mem, at, result, b, h, row, cfg: gl.constexpr):
+    """Panels of results by way of two spaces."""
+    for i in gl.static_range(cfg.PANELS):
+        if i > 1:
+            tma.store_wait(1)
+        space = mem.out.index(at + i % 2)
+        space.store(result[i].to(cfg.OPERAND))
+        fence_async_shared()
+        bi.async_store(out_desc, [b, h, row, i * cfg.DV], box(space, cfg.ROWS, cfg.DV, cfg))
+
+
+@gluon.jit
 def store_results(
     out_desc, outs, mem, at, acc, m_i, l_i, place, base, OUT: gl.constexpr, cfg: gl.constexpr
 ):
@@ -31,7 +43,9 @@ def store_results(
     inverse = 1.0 / gl.where(l_i == 0, 1.0, l_i)
     result = rescaled(acc, inverse, OUT, cfg)
     tma.store_wait(0)
-    if cfg.PANELS == 3:
+    if cfg.OUT_RING:
+        _leave_in_turn(out_desc, mem, at, result, b, h, row, cfg)
+    elif cfg.PANELS == 3:
         for i in gl.static_range(3):
             _space(mem, at + i, cfg).store(result[i].to(cfg.OPERAND))
     elif cfg.PARTS == 3:
@@ -40,10 +54,11 @@ def store_results(
             part.store(result[i].to(cfg.OPERAND))
     else:
         _space(mem, at, cfg).store(result.to(cfg.OPERAND))
-    fence_async_shared()
-    for i in gl.static_range(cfg.PANELS):
-        panel = box(_space(mem, at + i, cfg), cfg.ROWS, cfg.DV, cfg)
-        bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
+    if not cfg.OUT_RING:
+        fence_async_shared()
+        for i in gl.static_range(cfg.PANELS):
+            panel = box(_space(mem, at + i, cfg), cfg.ROWS, cfg.DV, cfg)
+            bi.async_store(out_desc, [b, h, row, i * cfg.DV], panel)
     log_sum, natural = log_sums(m_i, l_i, base, cfg)
     at = unit.to(gl.int64) * q_len + queries
     gl.store(lse + at, log_sum, mask=queries < q_len)

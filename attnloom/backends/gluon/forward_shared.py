@@ -5,7 +5,7 @@ Glossary, beyond backends/triton/forward.py
     step         TILE_N keys and values against the tile's queries
     ring, slot, phase    see rings.py
     tag          of a step: key tile * 2 + whether the mask is to be applied; APART: as an entry of
-                 merged_lists.py, with the key tile in place of the block
+                 merged_lists.py, with the key tile in place of the block; STRIPS: without the tile
     job          of a tile: its number (-1: no more), b * Hq + h, its number of steps, the ends that
                  consumers pass over (forward_passed.py)
 """
@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from attnloom.backends.gluon import addresses, configs_forward, merged_lists
+from attnloom.backends.gluon import builtins as bi
+from attnloom.backends.gluon.forward_boxes import BOXES, PLACES
 from attnloom.backends.gluon.rings import (
     COLUMNS_THERE,
     JOBS_LEFT,
@@ -42,9 +44,11 @@ class Shared:
 
     q: [Q_STAGES * CONSUMERS, ROWS, D]; k: [STAGES, TILE_N, D]; v: [STAGES, TILE_N, DV];
     out: [CONSUMERS, ROWS, DV], where results leave from; each PANELS times, those of a tile side by
-    side, but for k if it is short (rings.py). jobs: [2, 4]; tags: [STAGES, 1]; columns: up to two
-    of [STAGES, TILE_N], see forward_columns.py. values_at, block: addresses of v, if
-    WIDE, and of all barriers, if BY_WARP.
+    side, but for k if it is short (rings.py), and out[2 * CONSUMERS] if OUT_RING. STRIPS: k and v
+    are of boxes of BOX rows (forward_boxes.py), whose rows are in places: [PLACES, 4].
+    jobs: [2, 4]; tags: [STAGES, 1]; columns: up to two of [STAGES, TILE_N], see forward_columns.py.
+    values_at, block: addresses of v, if WIDE, and of all barriers, if BY_WARP; keys_at, queries_at:
+    of k and q, if STRIPS.
     """
 
     q: _Memory
@@ -53,6 +57,7 @@ class Shared:
     out: _Memory
     jobs: _Memory
     tags: _Memory
+    places: _Memory
     column0: _Memory
     column1: _Memory
     tag_full: _Memory
@@ -66,22 +71,26 @@ class Shared:
     job_full: _Memory
     job_empty: _Memory
     values_at: gl.tensor
+    keys_at: gl.tensor
+    queries_at: gl.tensor
     block: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, out, jobs, tags, column0, column1, tag_full, column_full, q_full, q_empty,
-        k_full, k_empty, v_full, v_empty, job_full, job_empty, values_at, block,
+        self, q, k, v, out, jobs, tags, places, column0, column1, tag_full, column_full, q_full,
+        q_empty, k_full, k_empty, v_full, v_empty, job_full, job_empty, values_at, keys_at,
+        queries_at, block,
     ):  # fmt: skip
         self.q, self.k, self.v, self.out = q, k, v, out
-        self.jobs, self.tags = jobs, tags
+        self.jobs, self.tags, self.places = jobs, tags, places
         self.column0, self.column1 = column0, column1
         self.tag_full, self.column_full = tag_full, column_full
         self.q_full, self.q_empty = q_full, q_empty
         self.k_full, self.k_empty = k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
         self.job_full, self.job_empty = job_full, job_empty
-        self.values_at, self.block = values_at, block
+        self.values_at, self.keys_at, self.queries_at = values_at, keys_at, queries_at
+        self.block = block
 
 
 @gluon.jit
@@ -99,13 +108,26 @@ def allocate(cfg: gl.constexpr):
     q = gl.allocate_shared_memory(cfg.OPERAND, [Q * P, cfg.ROWS, cfg.D], TILES)
     out = q
     if not cfg.OUT_IN_Q:
-        out = gl.allocate_shared_memory(cfg.OPERAND, [C * P, cfg.ROWS, cfg.DV], TILES)
+        SPACES: gl.constexpr = 2 if cfg.OUT_RING else P  # of a consumer
+        out = gl.allocate_shared_memory(cfg.OPERAND, [C * SPACES, cfg.ROWS, cfg.DV], TILES)
     tags = gl.allocate_shared_memory(gl.int32, [S, 1], SCALARS)
-    v = gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.DV], TILES)
+    if cfg.STRIPS:
+        NUM_BOXES: gl.constexpr = S * P * BOXES
+        v = gl.allocate_shared_memory(cfg.OPERAND, [NUM_BOXES, cfg.BOX, cfg.DV], TILES)
+    else:
+        v = gl.allocate_shared_memory(cfg.OPERAND, [S * P, cfg.TILE_N, cfg.DV], TILES)
     block = tags
     if BLOCK:
         block = addresses.new_block()
-    block_at, values_at = addresses.find(block, v.index(0), BLOCK, cfg.WIDE)
+    k, places = v, tags
+    keys_at, queries_at = bi.scalar(0, gl.int32), bi.scalar(0, gl.int32)
+    if cfg.STRIPS:
+        k = gl.allocate_shared_memory(cfg.OPERAND, [NUM_BOXES, cfg.BOX, cfg.D], TILES)
+        found = addresses.find_all(block, (v.index(0), k.index(0), q.index(0)))
+        block_at, values_at, keys_at, queries_at = found
+        places = gl.allocate_shared_memory(gl.int32, [PLACES, 4], SCALARS)
+    else:
+        block_at, values_at = addresses.find(block, v.index(0), BLOCK, cfg.WIDE)
     # Memory of barriers that nobody used later would be given to other things, while they are
     # barriers still: an interrupted program then reads other values than it wrote there (H200).
     column0, column1, tag_full, column_full = tags, tags, tags, tags
@@ -121,13 +143,16 @@ def allocate(cfg: gl.constexpr):
     if not cfg.NAMED:
         k_empty = addresses.barriers(block, KEYS_LEFT, S, BLOCK)
         v_empty = addresses.barriers(block, VALUES_LEFT, S, BLOCK)
+    if not cfg.STRIPS:
+        k = gl.allocate_shared_memory(cfg.OPERAND, [cfg.KEY_PANELS, cfg.TILE_N, cfg.D], TILES)
     mem = Shared(
         q,
-        gl.allocate_shared_memory(cfg.OPERAND, [cfg.KEY_PANELS, cfg.TILE_N, cfg.D], TILES),
+        k,
         v,
         out,
         gl.allocate_shared_memory(gl.int32, [2, 4], SCALARS),
         tags,
+        places,
         column0,
         column1,
         tag_full,
@@ -141,6 +166,8 @@ def allocate(cfg: gl.constexpr):
         addresses.barriers(block, JOBS_THERE, 2, BLOCK),
         addresses.barriers(block, JOBS_LEFT, 2, BLOCK),
         values_at,
+        keys_at,
+        queries_at,
         block_at,
     )
     for i in gl.static_range(Q):

@@ -39,6 +39,7 @@ from attnloom.backends.gluon.forward_shared import (
     take_job,
 )
 from attnloom.backends.gluon.forward_steps import overlapped_tile, plain_tile
+from attnloom.backends.gluon.forward_strips import STRIP, three_parts
 from attnloom.backends.gluon.rings import (
     QUERIES_THERE,
     first_turn,
@@ -52,8 +53,11 @@ from attnloom.backends.triton.device_math import whole32
 @gluon.jit
 def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer, cfg: gl.constexpr):
     """What a consumer does. sizes = (Hq, Q_LEN, KV_LEN, q_offset, kv_offset)."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.TILE_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.PART, 16])
+    N: gl.constexpr = STRIP if cfg.STRIPS else cfg.TILE_N
+    PART: gl.constexpr = STRIP if cfg.STRIPS else cfg.PART
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, PART, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [cfg.WARPS, 1], [16, cfg.PART, 16])
     heads, q_len, kv_len, q_offset, kv_offset = sizes
     factor, base = scales
     if cfg.BAKED:
@@ -86,16 +90,18 @@ def consume(out_desc, outs, mem, sizes, score_args, mask_args, scales, consumer,
                 q, mem, n, steps, passed, context, at, consumer, L, OUT, cfg
             )
         l_i = row_sums(l_i, L, cfg)
+        if cfg.STRIPS:
+            acc = three_parts(acc, RESULT)
         place = (b, h, unit, row, queries, q_len)
         if cfg.OUT_IN_Q:
-            store_results(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
+            store_results(out_desc, outs, mem, first, acc, m_i, l_i, place, base, RESULT, cfg)
             tma.store_wait(0)
             leave_queries(mem, slot, cfg)
         else:
-            if cfg.Q_KEPT < cfg.PANELS:
+            if cfg.Q_KEPT < cfg.PANELS and not cfg.OUT_RING:
                 leave_queries(mem, slot, cfg)
-            first = consumer * cfg.PANELS
-            store_results(out_desc, outs, mem, first, acc, m_i, l_i, place, base, OUT, cfg)
+            first = consumer * (2 if cfg.OUT_RING else cfg.PANELS)
+            store_results(out_desc, outs, mem, first, acc, m_i, l_i, place, base, RESULT, cfg)
         num_tiles += 1
         tile, unit, steps, dead = take_job(mem, num_tiles, cfg)
     tma.store_wait(0)
@@ -135,6 +141,8 @@ def forward_kernel(
         heads, whole32(shape, 15), whole32(shape, 18), whole32(shape, 21), whole32(shape, 24),
         whole32(shape, 27), whole32(shape, 30), whole32(shape, 33), whole32(shape, 36),
     )  # fmt: skip
+    if cfg.STRIPS:
+        plan += (sizes[2],)
     listed = (lists[0], lists[1], whole32(lists, 2), whole32(lists, 5))
     outs, scales = (lse, max_scores), (factor, base)
     SECOND_WARPS: gl.constexpr = 4 if cfg.CONSUMERS > 1 else 0

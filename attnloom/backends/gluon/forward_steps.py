@@ -19,7 +19,6 @@ statement: ptxas serialises products that cross the back edge of a loop otherwis
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from attnloom.backends.gluon.forward_math import (
     carried,
@@ -39,11 +38,12 @@ from attnloom.backends.gluon.forward_passed import (
     pass_over_keys,
     pass_over_values,
 )
-from attnloom.backends.gluon.forward_products import add_output, finished, scores
+from attnloom.backends.gluon.forward_products import add_output, arrived, finished, scores
 from attnloom.backends.gluon.forward_shared import (
     ALL_FULL,
     is_full,
 )
+from attnloom.backends.gluon.forward_strips import masked_strips
 from attnloom.backends.gluon.rings import (
     KEYS_LEFT,
     KEYS_THERE,
@@ -52,6 +52,7 @@ from attnloom.backends.gluon.rings import (
     get,
     leave,
     leave_if,
+    leave_queries,
     pass_turn,
     phase_of,
     slot_of,
@@ -111,7 +112,10 @@ def step_weights(
             live = True
             if cfg.APART:
                 live = (tag >> (2 * consumer + 1)) & 1 != 0
-            s = masked(s, context, mem, n, tag, keys, live, at, L, cfg)
+            if cfg.STRIPS:
+                s = masked_strips(s, context, mem, n, at, L, cfg)
+            else:
+                s = masked(s, context, mem, n, tag, keys, live, at, L, cfg)
     p, m_i, l_i, alpha = softmax_step(s, bias, state[0], state[1], base, L, cfg)
     return p, m_i, l_i, alpha, following
 
@@ -135,7 +139,7 @@ def overlapped_step(
     acc = add_output(p, mem, at[5], last, acc, cfg)
     pass_turn(consumer, cfg)
     prepared = prepare_step(mem, slot, True, context, state[2], L, cfg)
-    s = warpgroup_mma_wait(1 if cfg.WIDE else cfg.PANELS, [s])
+    s = arrived(1 if cfg.WIDE else cfg.PANELS, s, cfg)
     leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = step_weights(
         s, mem, n, more, prepared, context, state, at, consumer, L, cfg
@@ -171,7 +175,7 @@ def overlapped_tile(
     s = scores(q, mem, n, L, cfg)
     pieces = look_up_ahead(mem, n, live, context, cfg)
     prepared = prepare_step(mem, slot, live, context, pieces, L, cfg)
-    s = warpgroup_mma_wait(0, [s])
+    s = arrived(0, s, cfg)
     leave_if(live, mem, mem.k_empty, slot, KEYS_LEFT, cfg)
     weights, m_i, l_i, alpha, pieces = step_weights(
         s, mem, n, steps > 1, prepared, context, (m_i, l_i), at, consumer, L, cfg
@@ -191,6 +195,9 @@ def overlapped_tile(
     pass_over_keys(mem, n, passed[1], consumer, cfg)
     if cfg.LATE:
         acc = caught_up(acc, alpha, OUT, cfg)
+    if cfg.OUT_RING:
+        # of one stage, so that the slot is the consumer's number
+        leave_queries(mem, consumer, cfg)
     last = slot_of(n - 1, cfg)
     wait_there_if(live, mem, mem.v_full, last, phase_of(n - 1, cfg), VALUES_THERE, cfg)
     p = operand(p, L, OUT, cfg)
@@ -219,7 +226,7 @@ def plain_tile(
         wait_there(mem, mem.k_full, slot, phase, KEYS_THERE, cfg)
         s = scores(q, mem, n, L, cfg)
         prepared = prepare_step(mem, slot, True, context, pieces, L, cfg)
-        s = warpgroup_mma_wait(0, [s])
+        s = arrived(0, s, cfg)
         leave(mem, mem.k_empty, slot, KEYS_LEFT, cfg)
         weights, m_i, l_i, alpha, pieces = step_weights(
             s, mem, n, i + 1 < steps, prepared, context, (m_i, l_i), at, consumer, L, cfg

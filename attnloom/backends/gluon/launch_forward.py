@@ -109,7 +109,8 @@ def _key(call: AttentionCall, want_max_scores: bool) -> tuple[bool, tuple[object
     """Whether numbers are the first ones, and what launches are remembered by."""
     fixed = has_first_numbers(call)
     inputs = _Inputs(call.query, call.key, call.value, call.query if want_max_scores else None)
-    lists = _size_class(call.blocks), has_few_steps(call), has_short_rows(call)
+    chosen = call.blocks is not None and call.blocks.chosen
+    lists = _size_class(call.blocks), chosen, has_few_steps(call), has_short_rows(call)
     return fixed, (fixed, call.scale, *lists, *launch_key(call, inputs))
 
 
@@ -267,4 +268,8 @@ def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:
         found = tuple(f for f in found if not f.turns)
     if _size_class(blocks):
         found = tuple(f for f in found if not f.is_apart(blocks.q_block))
-    return found
+    if blocks.chosen or call.mask is None or _size_class(blocks):
+        # a step may have boxes of two blocks, and is partial if one of them is: so the mask has to
+        # be true in full blocks
+        found = tuple(f for f in found if not f.strips)
+    return tuple(f for f in found if not (f.strips and f.is_apart(blocks.q_block)))

@@ -80,8 +80,8 @@ def prepare(call: AttentionCall, tensors: Tensors, form: Form, fixed: bool) -> R
     grid = min(device.num_processors * form.programs, num_tiles * batch * heads)
     blanks = (
         Blank.of(query, form.rows, form.columns(head_dim)),
-        Blank.of(key, form.tile_n, form.columns(head_dim)),
-        Blank.of(tensors.value, form.tile_n, form.columns(value_dim)),
+        Blank.of(key, form.box, form.columns(head_dim)),
+        Blank.of(tensors.value, form.box, form.columns(value_dim)),
         Blank.of(tensors.out, form.rows, form.columns(value_dim)),
     )
     options = {"num_warps": form.warps}
