@@ -31,6 +31,12 @@ from tests.kernels.test_gluon_compile_forward import (  # noqa: E402
 )
 
 
+@pytest.fixture(autouse=True)
+def _rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as few_steps.py is concerned."""
+    monkeypatch.setattr(launch_forward, "wants_short_steps", lambda call: False)
+
+
 def prefix(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q >= kv) | (kv < 77)
 

@@ -140,8 +140,10 @@ def test_blocks_of_64_keys_have_64_a_step() -> None:
     call = replace(call_of(144, causal), blocks=blocks.lists())
     assert [form.tile_n for form in in_order(call)] == [64] * 4
     assert in_order(call)[0].wide
-    call = replace(call_of(192, causal), blocks=blocks.lists())
-    assert [form.tile_n for form in in_order(call)] == [96] + [64] * 4
+    for wanted, length in (([64] * 4 + [96], LENGTH), ([96] + [64] * 4, 2 * LENGTH)):
+        blocks = create_block_mask(causal, None, None, length, length, "cpu", BLOCK_SIZE=(128, 64))
+        call = replace(call_of(192, causal, length=length), blocks=blocks.lists())
+        assert [form.tile_n for form in in_order(call)] == wanted
 
 
 H200 = Device(90, 232_448, 132, 60 << 20)

@@ -26,6 +26,12 @@ from tests.kernels.test_gluon_forward_choice import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as few_steps.py is concerned."""
+    monkeypatch.setattr(launch_forward, "wants_short_steps", lambda call: False)
+
+
 def window(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q >= kv) & (q - kv < 200)
 
@@ -98,3 +104,21 @@ def test_the_mask_is_asked_for_where_a_step_may_be_filled_up(length: int, masked
             config = config_of(call, in_order(call)[0], None, False)
         assert (masked or mask is not None) == config.MAY_MASK
         assert (4 if mask else 1, 32, 96) == (config.SUB, config.BOX, config.TILE_N)
+
+
+def test_short_rows_have_steps_of_64_keys() -> None:
+    """Under a mask; and no launch of others."""
+    from attnloom.backends.gluon import few_steps
+
+    found = []
+    for length in (512, 1024, 2048):
+        call = call_of(192, causal, length=length)
+        short = few_steps.wants_short_steps(call)
+        with mock.patch.object(launch_forward, "wants_short_steps", lambda _, short=short: short):
+            forms = in_order(call)
+            found.append((short, forms[0].tile_n, launch_forward._key(call, False)[1][4]))
+        assert {form.tile_n for form in forms} >= {64, 96, 128}
+    assert found == [(True, 64, True), (True, 64, True), (False, 96, False)]
+    assert not few_steps.wants_short_steps(call_of(192, None, length=512))
+    assert not few_steps.wants_short_steps(call_of(192, causal, capped, length=512))
+    assert not few_steps.wants_short_steps(call_of(128, causal, length=512))

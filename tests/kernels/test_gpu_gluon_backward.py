@@ -7,7 +7,6 @@ groups and strided inputs are in most of them.
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -84,7 +83,6 @@ def test_heads_of_96_columns(D: int) -> None:
     """dk, dv and dq in products of as many."""
     apart(check_native, D)
     apart(check_native_masks, D)
-    apart(check_native_long, D)
 
 
 def check_native(D: int) -> None:
@@ -93,17 +91,6 @@ def check_native(D: int) -> None:
     for mod, kv_len in (("plain", 256), ("plain", 290), ("every_second_row", 290)):
         check(Case(mod, replace(sizes, KV_LEN=kv_len, Dv=96), FP16))
     check(Case("plain", replace(sizes, Q_LEN=65, KV_LEN=128, Hkv=4), BF16, layout="transposed"))
-
-
-def check_native_long(D: int) -> None:
-    """Of long rows, a tile a program."""
-    from attnloom.backends.gluon import few_keys
-
-    sizes = replace(SIZES, D=D, Dv=D)
-    with mock.patch.object(few_keys, "_MANY_KEYS", 0):
-        for mod in ("causal", "window_with_sinks", "every_second_row", "dilated_by_head"):
-            check(Case(mod, replace(sizes, KV_LEN=290), FP16))
-        check(Case("causal", replace(sizes, B=3, Q_LEN=300, Hkv=4), BF16, layout="transposed"))
 
 
 def check_native_masks(D: int) -> None:

@@ -107,8 +107,7 @@ _NARROW_LONG = replace(
 # D=96: causal 3.992 -> 3.669 (3.760 from -lse), without a mask 7.483 -> 6.791 (7.694 from 0).
 _NATIVE_DRAWN = replace(_WIDE_TRIMMED, dk_shared=False, native=True, dv_early=True, fold=False)
 _NATIVE_NAMED = replace(_WIDE_NAMED, native=True, dv_early=True)
-# One tile a program, longest first: causal 3.686 -> 3.640; at S=2,048 it was not timed.
-_NATIVE_LONG = replace(_NATIVE_NAMED, fold=False)
+# One tile a program, which a lab had at 3.640 for 3.686, took 3.967 for 3.723 in the suite.
 # What a form that spills more registers than these gives way to, before portable kernels. It was
 # timed with 4, and spills up to 15 under masks of more arithmetic, where the other has 4. The forms
 # for D=96 and windows spill no more than what they stand for under any mask that was compiled.
@@ -160,7 +159,7 @@ def form_for(
         if not may_fold:
             return _WIDE_DRAWN
         if native:
-            return _NATIVE_LONG if sees_many else _NATIVE_DRAWN
+            return _NATIVE_DRAWN
         if max(columns) < width_of(MAX_HEAD_DIM):
             return _WIDE_TRIMMED
         if sees_many:

@@ -17,7 +17,7 @@ from attnloom.backends.gluon.configs_forward import FEW_SPILLS, ROWS, Form, cove
 from attnloom.backends.gluon.counters import counter_of
 from attnloom.backends.gluon.emit import comes_in_pieces, looks_up_lane_by_lane
 from attnloom.backends.gluon.emit_mask import is_of_edges
-from attnloom.backends.gluon.few_steps import has_few_steps
+from attnloom.backends.gluon.few_steps import has_few_steps, wants_short_steps
 from attnloom.backends.gluon.fields import mask_target, score_target
 from attnloom.backends.gluon.fields_forward import form_of
 from attnloom.backends.gluon.ready_forward import Ready, arguments, lists_of, prepare, start
@@ -110,7 +110,8 @@ def _key(call: AttentionCall, want_max_scores: bool) -> tuple[bool, tuple[object
     fixed = has_first_numbers(call)
     inputs = _Inputs(call.query, call.key, call.value, call.query if want_max_scores else None)
     chosen = call.blocks is not None and call.blocks.chosen
-    lists = _size_class(call.blocks), chosen, has_few_steps(call), has_short_rows(call)
+    few = has_few_steps(call) or wants_short_steps(call)  # of different heads
+    lists = _size_class(call.blocks), chosen, few, has_short_rows(call)
     return fixed, (fixed, call.scale, *lists, *launch_key(call, inputs))
 
 
@@ -237,7 +238,9 @@ def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
     score = form_of(call, fixed)
     if score is None or score.inner is None:
         found = _forms(call)
-        return tuple(sorted(found, key=_consumers)) if has_few_steps(call) else found
+        if has_few_steps(call):
+            return tuple(sorted(found, key=_consumers))
+        return tuple(sorted(found, key=_step)) if wants_short_steps(call) else found
     inner = score.inner
     in_pieces = tuple(
         form
@@ -251,6 +254,10 @@ def _in_order(call: AttentionCall, fixed: bool) -> tuple[Form, ...]:
 
 def _consumers(form: Form) -> int:
     return form.consumers
+
+
+def _step(form: Form) -> int:
+    return form.tile_n
 
 
 def _forms(call: AttentionCall, pieces: bool = False) -> tuple[Form, ...]:
