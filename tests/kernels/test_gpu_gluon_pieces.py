@@ -33,9 +33,11 @@ def in_pieces(way: str) -> Iterator[None]:
     in_order, form_of = launch_forward._in_order, ready_backward.form_of
     found = {"pieces": True, "lines": "lines" in way, "prefetch": "ahead" in way}
     backward_found = found | {"streamed": "streamed" in way}
+    # forms that look nothing up ahead, and stay as they are otherwise
+    forward_found = found | ({"skips": False, "joined": False} if found["prefetch"] else {})
 
     def forward_forms(call, fixed):
-        return tuple(replace(form, **found) for form in in_order(call, fixed))
+        return tuple(replace(form, **forward_found) for form in in_order(call, fixed))
 
     def backward_form(operands):
         return replace(form_of(operands), **backward_found)
