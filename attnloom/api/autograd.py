@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from attnloom.api import autocast, composite, operators
 from attnloom.api.launch import Launch, flat_gradients
+from attnloom.errors import DtypeError
 
 Tensors = tuple[torch.Tensor, ...]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tensors]
@@ -27,7 +28,13 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 transforms_active = torch._C._are_functorch_transforms_active
-num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
+def num_dispatch_modes() -> int:
+    """Dispatch modes that look on; those of tracers before dispatch count as one."""
+    return torch._C._len_torch_dispatch_stack() or int(_is_included(_PRE_DISPATCH))
 
 
 def attention(
@@ -154,7 +161,9 @@ def _save(
 ) -> None:
     ctx.launch = inputs[0]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[2:], *outputs[:2], row_state)
+    saved = (*inputs[2:], *outputs[:2])
+    ctx.dtypes = [t.dtype for t in saved]
+    ctx.save_for_backward(*saved, row_state)
     if len(outputs) == 3:
         ctx.mark_non_differentiable(outputs[2])
 
@@ -169,7 +178,14 @@ def _backward(
     ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
     launch: Launch = ctx.launch
-    query, key, value, *tensors, out, lse, row_state = ctx.saved_tensors
+    *saved, row_state = ctx.saved_tensors
+    if [t.dtype for t in saved] != ctx.dtypes:
+        raise DtypeError(
+            f"saved_tensors_hooks gave back tensors of {[str(t.dtype) for t in saved]} that were "
+            f"saved as {[str(dtype) for dtype in ctx.dtypes]}. Let unpack_hook return the dtype "
+            "that pack_hook was given."
+        )
+    query, key, value, *tensors, out, lse = saved
     if dout is None and dlse is None:
         return (None,) * (5 + len(tensors))
     if dout is None:
@@ -180,8 +196,8 @@ def _backward(
         grads = _gradient(launch, query, key, value, *tensors, out, lse, dout, dlse)
     else:
         inputs = (query, key, value, tuple(tensors))
-        saved = (out, lse) if row_state is None else (out, lse, row_state)
-        grads = _run_backward(launch, inputs, saved, dout, dlse)
+        rows = (out, lse) if row_state is None else (out, lse, row_state.contiguous())
+        grads = _run_backward(launch, inputs, rows, dout, dlse)
     return (None, None, *_by_input(launch, len(tensors), grads))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attnloom.api import validate
 from attnloom.backends.registry import (
     Again,
     AttentionCall,
@@ -96,6 +97,9 @@ class Launch:
             result = None if run is None else run(query, key, value, tensors)
             if result is not None:
                 return result
+        named = zip(("query", "key", "value"), (query, key, value), strict=True)
+        for name, tensor in (*named, *(("a captured tensor", t) for t in tensors)):
+            validate.check_memory(name, tensor)
         if query.numel() == 0 or key.numel() == 0:
             return _empty_forward(query, key, value, want_max_scores)
         call = self.call(query, key, value, tensors, for_backward)
@@ -161,11 +165,17 @@ class Launch:
 
 def as_they_lie(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors whose memory holds their values, as kernels read it: for `z.conj().imag` torch turns
-    no sign in memory, it notes a negative bit on the view."""
+    no sign in memory, it notes a negative bit on the view; zeros of autograd's have no memory."""
     for tensor in tensors:
-        if tensor.is_neg():
-            return tuple(t.resolve_neg() for t in tensors)
+        if tensor.is_neg() or tensor._is_zerotensor():
+            return tuple(_in_memory(t) for t in tensors)
     return tensors
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_neg()
 
 
 def may_keep(query: torch.Tensor) -> bool:

@@ -78,11 +78,18 @@ def run(
         )
     except AttributeError:  # a partial, a callable object, or no callable
         return None
-    if calls is None or forward_ad._current_level >= 0:
+    if (
+        calls is None
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()  # torch's own tracers are in no form's keys
+        or _is_nested(query, key, value)
+    ):
         return None
     for near in calls:
-        if near.scale is not scale and (type(scale) is not float or near.scale != scale):
-            continue
+        if near.scale is not scale and (
+            type(scale) is not float or near.scale != scale or not scale
+        ):
+            continue  # 0.0 == -0.0
         if near.enable_gqa is enable_gqa and near.holds(query, key, value):
             break
     else:
@@ -112,6 +119,15 @@ def run(
         if out is not None:
             return out
     return autograd.attention_again(launch, query, key, value, tensors, False)[0]
+
+
+def _is_nested(query: Any, key: Any, value: Any) -> bool:
+    """Whether one is a nested tensor, which has no sizes: torch's guards end the process; or is no
+    tensor."""
+    try:
+        return query.is_nested or key.is_nested or value.is_nested
+    except AttributeError:
+        return True
 
 
 def _are_said(options: Any, said: tuple[object, ...] | None) -> bool:

@@ -94,6 +94,9 @@ def key_of(call: Call) -> tuple[object, ...] | None:
         or not (block_mask is None or type(block_mask) is BlockMask)
         or not (enable_gqa is False or enable_gqa is True)
         or not (scale is None or type(scale) is float)
+        or query._is_zerotensor()
+        or key._is_zerotensor()
+        or value._is_zerotensor()
         or query.is_neg()
         or key.is_neg()
         or value.is_neg()
@@ -117,7 +120,7 @@ def key_of(call: Call) -> tuple[object, ...] | None:
             query.device,
             key.device,
             value.device,
-            scale,
+            scale or str(scale),  # 0.0 == -0.0
             enable_gqa,
             options_said,
             torch.is_grad_enabled(),

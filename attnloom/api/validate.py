@@ -92,6 +92,21 @@ def check_tensor_arguments(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise OptionError for a plain tensor whose memory was given back."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+        return
+    watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+    if watched or tensor._is_zerotensor():
+        return
+    if tensor.numel() and not tensor.data_ptr():
+        raise OptionError(
+            f"{name} of shape {list(tensor.shape)} has no memory: its storage was resized to 0 "
+            "bytes, as sharded training leaves parameters between uses. Call flex_attention while "
+            "it is there."
+        )
+
+
 def check_is_tensor(name: str, tensor: object) -> None:
     """Raise OptionError unless it is a tensor."""
     if isinstance(tensor, PagedBatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -36,6 +37,7 @@ class CodeFacts:
     chains: variable -> the attributes that are read from it: ("cfg", "window") for
         `self.cfg.window`; () where it is used as it is. Keyed by name alone, so that a variable of
         a nested function adds to one of the same name, never hides it.
+    attribute_names: all that it may read of whatever object, strings in it included.
     pure_lookup: its behaviour is determined by cells, defaults, globals and attributes: it writes
         no global or captured variable and imports nothing but torch and math.
     """
@@ -43,6 +45,7 @@ class CodeFacts:
     code: CodeType
     global_names: tuple[str, ...]
     chains: dict[str, tuple[Chain, ...]]
+    attribute_names: frozenset[str]
     pure_lookup: bool
 
 
@@ -52,7 +55,17 @@ def code_facts(code: CodeType) -> CodeFacts:
     chains: dict[str, set[Chain]] = {}
     pure = _collect(code, names, chains, frozenset(code.co_freevars))
     ordered = {name: tuple(sorted(found)) for name, found in chains.items()}
-    return CodeFacts(code, tuple(sorted(names)), ordered, pure)
+    return CodeFacts(code, tuple(sorted(names)), ordered, frozenset(_words(code)), pure)
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    """Names and strings of code and what is nested in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _words(constant)
 
 
 def _collect(

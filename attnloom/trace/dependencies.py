@@ -63,6 +63,7 @@ class Dependencies:
     key: everything but the values of `numbers` and the identity of tensors.
     numbers: those that `with_numbers` can replace; numbers in objects are part of the key.
     functions: order of first visit, by identity and `rigid`; a function is visited once.
+    read: names that code may read of objects. carried: attributes that its tensors have.
     rigid: an object is being visited.
     """
 
@@ -70,6 +71,8 @@ class Dependencies:
     numbers: list[int | float] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     functions: dict[tuple[int, bool], int] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+    carried: set[str] = field(default_factory=set)
     rigid: bool = False
 
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -90,6 +93,8 @@ def dependencies(mod: Any) -> Dependencies | None:
             _visit_callable(mod, found)
     except (UnrecognisedError, RecursionError):
         return None
+    if not found.carried.isdisjoint(found.read):
+        return None  # what code reads of a tensor beyond torch's own attributes is not looked at
     tensors = found.tensors
     if len(tensors) > 1:  # which of them are one object
         first: dict[int, int] = {}
@@ -132,8 +137,10 @@ def _visit_plain(value: Any, found: Dependencies) -> None:
 
 def _visit_tensor(tensor: torch.Tensor, found: Dependencies) -> None:
     found.tensors.append(tensor)
+    found.carried.update(vars(tensor))
     found.key.append(
         (
+            type(tensor),
             tensor.dtype,
             tensor.ndim,
             tensor.requires_grad,
@@ -199,6 +206,7 @@ def _visit_function(function: FunctionType, found: Dependencies) -> None:
         return
     facts = pure_facts(code)
     found.key.append(facts)
+    found.read |= facts.attribute_names
     chains = facts.chains
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         _visit(_contents(cell), found, chains.get(name, _WHOLE))

@@ -61,6 +61,7 @@ def _attributes(tensor: torch.Tensor) -> tuple[object, ...]:
         tensor.requires_grad,
         tensor.is_neg(),
         tensor.is_conj(),
+        tensor._is_zerotensor(),
         tensor.is_inference(),
     )
 
@@ -70,6 +71,7 @@ def _lookers_on(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
     return (
         torch._C._are_functorch_transforms_active(),
         torch._C._len_torch_dispatch_stack(),
+        torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch),
         torch.is_inference_mode_enabled(),
         *(kind != "meta" and torch.is_autocast_enabled(kind) for kind in sorted(kinds)),
     )

@@ -144,13 +144,19 @@ class _Same(_Place):
 class _Tensor(_Place):
     """A tensor of this form: everything but its address and what it holds."""
 
-    __slots__ = ("same",)
+    __slots__ = ("kind", "names", "same")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.same = form_of([tensor])
+        if tensor.is_nested:
+            raise _NoPlanError
+        self.kind, self.same = type(tensor), form_of([tensor])
+        self.names = [*vars(tensor)]  # which code does not read: dependencies.py
 
     def holds(self, value: Any, found: list[torch.Tensor]) -> bool:
-        if not self.same(value):
+        # torch's guards end the process for nested tensors, which have no sizes
+        if type(value) is not self.kind or value.is_nested or not self.same(value):
+            return False
+        if [*vars(value)] != self.names:
             return False
         found.append(value)
         return True

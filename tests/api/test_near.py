@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnloom import AuxRequest, create_block_mask, flex_attention
 from attnloom.api import near, repeats
-from attnloom.errors import OptionError
+from attnloom.errors import DtypeError, OptionError, TraceError, UnsupportedError
 from attnloom.trace import forms
 from tests.api.mods import causal, normal
 
@@ -298,3 +300,131 @@ def test_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("place", [0, 2, "captured"])
+def test_a_nested_tensor_ended_the_process(place: Any, told: list[bool]) -> None:
+    """torch's guards ask for its sizes, which it has not, where nobody catches what is thrown."""
+    q, k, v = inputs()
+    bias = [torch.ones(S)]
+    mod = lambda score, b, h, q_idx, kv_idx: score + bias[0][q_idx]
+    warm(lambda t: flex_attention(*t, mod), (q, k, v))
+    assert told[-1]
+    nested = torch.nested.nested_tensor([torch.randn(2, S, 8)])
+    given: list[torch.Tensor] = [q, k, v]
+    if place == "captured":
+        bias[0] = nested
+    else:
+        given[place] = nested
+    with pytest.raises((UnsupportedError, TraceError)):
+        flex_attention(*given, mod)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_tracers_see_the_operator(pre_dispatch: bool) -> None:
+    """torch keeps its own modes out of the keys that guards compare."""
+    tensors = inputs()
+    warm(lambda t: flex_attention(*t), tensors)
+    graph = make_fx(lambda *t: flex_attention(*t), pre_dispatch=pre_dispatch)(*tensors)
+    assert "attnloom" in graph.code
+    torch.testing.assert_close(graph(*tensors), flex_attention(*tensors))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(flex_attention(*tensors), FakeTensor)
+
+
+def test_zeros_of_either_sign_are_other_scales() -> None:
+    tensors = inputs()
+    mod = lambda score, b, h, q, kv: torch.where(1 / score < 0, 0.1 * q * kv, -0.1 * kv)
+    outs = []
+    for scale in (0.0, 0.0, 0.0, 0.0, 0.0, -0.0):
+        outs.append(flex_attention(*tensors, mod, scale=scale))
+    want = flex_attention(*tensors, mod, scale=-0.0, kernel_options={"backend": "reference"})
+    torch.testing.assert_close(outs[-1], want)
+    assert not torch.allclose(outs[-1], outs[0])
+
+
+@pytest.mark.parametrize("calls", [0, 1, 6])
+def test_an_attribute_of_a_captured_tensor_that_changes(calls: int) -> None:
+    tensors = inputs()
+    table = torch.randn(S)
+    table.slope = 1.0  # type: ignore[attr-defined]
+    mod = lambda score, b, h, q_idx, kv_idx: score * table.slope + table[q_idx]  # type: ignore[attr-defined]
+    for _ in range(calls):
+        flex_attention(*tensors, mod)
+    table.slope = 4.0  # type: ignore[attr-defined]
+    want = flex_attention(*tensors, mod, kernel_options={"backend": "reference"})
+    torch.testing.assert_close(flex_attention(*tensors, mod), want, rtol=1e-5, atol=1e-5)
+
+
+def test_an_attribute_that_a_captured_tensor_gets_later() -> None:
+    tensors = inputs()
+    table = torch.randn(S)
+    mod = lambda score, b, h, q_idx, kv_idx: score * getattr(table, "slope", 1.0) + table[q_idx]
+    for _ in range(5):
+        flex_attention(*tensors, mod)
+    table.slope = 4.0  # type: ignore[attr-defined]
+    want = flex_attention(*tensors, mod, kernel_options={"backend": "reference"})
+    torch.testing.assert_close(flex_attention(*tensors, mod), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_parameter_in_place_of_a_captured_tensor() -> None:
+    tensors = inputs()
+    held = [torch.ones(S)]
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * (4 if isinstance(held[0], torch.nn.Parameter) else 1) + held[0][q_idx]
+
+    for _ in range(5):
+        flex_attention(*tensors, mod)
+    held[0] = torch.nn.Parameter(torch.ones(S), requires_grad=False)
+    want = flex_attention(*tensors, mod, kernel_options={"backend": "reference"})
+    torch.testing.assert_close(flex_attention(*tensors, mod), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("calls", [0, 5])
+def test_memory_that_was_given_back(calls: int) -> None:
+    tensors = inputs()
+    for _ in range(calls):
+        flex_attention(*tensors)
+    tensors[1].untyped_storage().resize_(0)
+    with pytest.raises(OptionError, match=r"key of shape .* has no memory"):
+        flex_attention(*tensors)
+
+
+@pytest.mark.parametrize("calls", [0, 5])
+def test_zeros_without_memory(calls: int) -> None:
+    q, k, v = inputs()
+    for _ in range(calls):
+        flex_attention(q, k, v)
+    out = flex_attention(torch._efficientzerotensor(q.shape), k, v)
+    torch.testing.assert_close(out, flex_attention(torch.zeros_like(q), k, v))
+    q.requires_grad_()
+    out = flex_attention(q, k, v)
+    (grad,) = torch.autograd.grad(out, q, torch._efficientzerotensor(out.shape))
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("calls", [0, 5])
+def test_hooks_that_give_back_another_dtype(calls: int) -> None:
+    q, k, v = (t.requires_grad_() for t in inputs())
+    for _ in range(calls):
+        flex_attention(q, k, v).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.bfloat16(), lambda x: x):
+        out = flex_attention(q, k, v)
+    with pytest.raises(DtypeError, match="saved_tensors_hooks"):
+        out.sum().backward()
+
+
+def test_hooks_that_give_back_other_strides() -> None:
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
+
+    found = []
+    for hooks in (None, other):
+        q, k, v = (t.requires_grad_() for t in inputs())
+        with torch.autograd.graph.saved_tensors_hooks(hooks or (lambda x: x), lambda x: x):
+            out = flex_attention(q, k, v)
+        out.square().sum().backward()
+        found.append((q.grad, k.grad, v.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)

@@ -78,7 +78,11 @@ class ForwardAgain(_Again):
         value: torch.Tensor,
         tensors: tuple[torch.Tensor, ...],
     ) -> ForwardResult | None:
-        if _forms(query, key, value) != self._form or not self._taken():
+        if _forms(query, key, value) != self._form:
+            return None
+        if not (query.data_ptr() and key.data_ptr() and value.data_ptr()):
+            return None  # memory that was given back, which validation names
+        if not self._taken():
             return None
         try:
             arguments = self._arguments

@@ -92,6 +92,8 @@ class ForwardAgain:
     ) -> tuple[int, ...] | None:
         """Those of all inputs; None if the launch is not for them."""
         addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr())
+        if 0 in addresses:  # memory that was given back, which validation names
+            return None
         if tensors:
             addresses = (*addresses, *[t.data_ptr() for t in tensors])
             if self._narrow and not _still(self._narrow, tensors):
