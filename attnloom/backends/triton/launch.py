@@ -1,4 +1,8 @@
-"""The Triton backend: NVIDIA and AMD GPUs, and CPU tensors under Triton's interpreter."""
+"""The Triton backend: NVIDIA and AMD GPUs, and CPU tensors under Triton's interpreter.
+
+Kernels are imported where a call needs them: modules of those for decoding and pages are a tenth of
+what a first call imports.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from attnloom.backends.registry import (
     ForwardResult,
     Gradients,
 )
-from attnloom.backends.triton import launch_decode, launch_forward, launch_paged
+from attnloom.backends.triton import launch_forward
 from attnloom.backends.triton.beside import Launch
 from attnloom.backends.triton.configs import MAX_HEAD_DIM
 from attnloom.backends.triton.current import on_device
@@ -43,8 +47,11 @@ class TritonBackend:
                 f"query is on {query.device}; Triton kernels run on CUDA and ROCm devices, and on "
                 "the CPU only when TRITON_INTERPRET=1 was set before the first import."
             )
-        if call.table is not None and (why := launch_paged.unseen(call)) is not None:
-            return why
+        if call.table is not None:
+            from attnloom.backends.triton import launch_paged
+
+            if (why := launch_paged.unseen(call)) is not None:
+                return why
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dtype not in (_DTYPES if name == "query" else _STORED):
                 return (
@@ -63,8 +70,12 @@ class TritonBackend:
     def forward(self, call: AttentionCall, want_max_scores: bool) -> ForwardResult:
         with on_device(call.query.device):
             if call.table is not None:
+                from attnloom.backends.triton import launch_paged
+
                 return launch_paged.attend(call, want_max_scores)
             if is_decode(call):
+                from attnloom.backends.triton import launch_decode
+
                 return launch_decode.decode(call, want_max_scores)
             return launch_forward.forward(_fitted(call), want_max_scores)
 
@@ -73,6 +84,8 @@ class TritonBackend:
             return None
         with on_device(call.query.device):
             if is_decode(call):
+                from attnloom.backends.triton import launch_decode
+
                 return launch_decode.decode_again(call, want_max_scores)
             return launch_forward.forward_again(_fitted(call), want_max_scores)
 
