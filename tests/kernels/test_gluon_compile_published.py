@@ -67,7 +67,7 @@ SPILLS = {
     ("swin_bias", 64): 536,
     ("swin_window", 64): 456,
     ("temporal_head", 64): 28,
-    ("tiled_order", 64): 32,
+    ("tiled_order", 64): 60,
     ("token_tree", 128): 32,
     ("token_tree_from_bits", 128): 1444,
 } | dict.fromkeys(
