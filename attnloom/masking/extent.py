@@ -15,7 +15,7 @@ from attnloom.errors import ShapeError
 
 Axis = Literal["batch", "heads", "Q_LEN", "KV_LEN"]
 LENGTHS: tuple[Axis, ...] = ("Q_LEN", "KV_LEN")
-ATTRIBUTE = "extent"
+ATTRIBUTE = "_attnloom_extent"
 
 Mod = TypeVar("Mod")
 

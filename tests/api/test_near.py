@@ -428,3 +428,17 @@ def test_hooks_that_give_back_other_strides() -> None:
         found.append((q.grad, k.grad, v.grad))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_an_attribute_of_a_mod_that_is_called_extent() -> None:
+    """A note of attnloom's own had that name: a number there was taken for limits."""
+    tensors = inputs()
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * mod.extent  # type: ignore[attr-defined]
+
+    for value in (1.0, 1.0, 1.0, 1.0, 3.0):
+        mod.extent = value  # type: ignore[attr-defined]
+        out = flex_attention(*tensors, mod)
+    want = flex_attention(*tensors, mod, kernel_options={"backend": "reference"})
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
