@@ -69,15 +69,8 @@ def run(
     Raises:
         ModError: a tensor that the mask was built from was changed since.
     """
-    try:
-        calls = _calls.get(
-            (
-                0 if score_mod is None else id(score_mod.__code__),
-                0 if block_mask is None else id(block_mask),
-            )
-        )
-    except AttributeError:  # a partial, a callable object, or no callable
-        return None
+    place = _place_of(score_mod, block_mask)
+    calls = None if place is None else _calls.get(place)
     if (
         calls is None
         or forward_ad._current_level >= 0
@@ -121,6 +114,15 @@ def run(
     return autograd.attention_again(launch, query, key, value, tensors, False)[0]
 
 
+def _place_of(score_mod: Any, block_mask: Any) -> _Place | None:
+    """None for a partial, a callable object, or no callable."""
+    try:
+        code = 0 if score_mod is None else id(score_mod.__code__)
+    except AttributeError:
+        return None
+    return code, 0 if block_mask is None else id(block_mask)
+
+
 def _is_nested(query: Any, key: Any, value: Any) -> bool:
     """Whether one is a nested tensor, which has no sizes: torch's guards end the process; or is no
     tensor."""
@@ -145,7 +147,8 @@ def note(call: Call, bucket: repeats.Bucket) -> None:
     query, key, value, score_mod, block_mask, scale, enable_gqa, options = call
     if autocast.is_on(query) or min(t.dtype.itemsize for t in (query, key, value)) < 2:
         return
-    if not hasattr(score_mod, "__code__") and score_mod is not None:
+    place = _place_of(score_mod, block_mask)
+    if place is None:
         return
     grad_enabled = torch.is_grad_enabled()
     near = _Near(
@@ -158,10 +161,6 @@ def note(call: Call, bucket: repeats.Bucket) -> None:
         torch.are_deterministic_algorithms_enabled(),
         grad_enabled and (query.requires_grad or key.requires_grad or value.requires_grad),
         weakref.ref(bucket),
-    )
-    place = (
-        0 if score_mod is None else id(score_mod.__code__),
-        0 if block_mask is None else id(block_mask),
     )
     with _lock:
         if len(_calls) >= _LIMIT:

@@ -37,10 +37,8 @@ from attnloom.trace.symbols import NumberProxy
 _MAX_ENTRIES = 512
 _MAX_CODES = 4096
 _MAX_LENGTH = 64  # of a container
-_UNREAD = {
-    "_attnloom_extent",
-    NOTE,
-}  # attributes of a mod that are notes about it (see masking/extent.py)
+# Attributes of a mod that are notes about it (see masking/extent.py).
+_UNREAD = {"_attnloom_extent", NOTE}
 _WHOLE: tuple[Chain, ...] = ((),)
 _TORCH_FOLDER = torch.__path__[0]
 _BUILTINS = vars(builtins)
