@@ -25,3 +25,11 @@ def _stops_at_a_fault(request: pytest.FixtureRequest) -> Iterator[None]:
             print(message, file=sys.stderr, flush=True)
             os._exit(FAULT)
         pytest.exit(message, FAULT)
+
+
+@pytest.fixture
+def rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as heads of 129 to 192 are concerned (gluon/few_steps.py)."""
+    from attnloom.backends.gluon import launch_forward
+
+    monkeypatch.setattr(launch_forward, "wants_short_steps", lambda call: False)

@@ -25,11 +25,7 @@ from tests.kernels.test_gluon_forward_choice import (
     in_order,
 )
 
-
-@pytest.fixture(autouse=True)
-def _rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as few_steps.py is concerned."""
-    monkeypatch.setattr(launch_forward, "wants_short_steps", lambda call: False)
+pytestmark = pytest.mark.usefixtures("rows_are_long")
 
 
 def window(b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -24,7 +24,7 @@ from attnloom.backends.gluon.forward_math import (
 from attnloom.backends.gluon.forward_products import add_output, scores, take_queries
 from attnloom.backends.gluon.forward_results import store_results
 from attnloom.backends.gluon.forward_shared import query_phase, query_slot, take_job
-from attnloom.backends.gluon.forward_steps import overlapped_step, step_weights, wait_ahead
+from attnloom.backends.gluon.forward_steps import further_steps, step_weights, wait_ahead
 from attnloom.backends.gluon.rings import (
     KEYS_LEFT,
     KEYS_THERE,
@@ -99,12 +99,10 @@ def consume_joined(
         p = carried(weights, OUT, cfg)
         wait_ahead(mem, n + 1, steps > 1, cfg)
         n += 1
-        for i in range(1, steps):
-            state = m_i, l_i, pieces, alpha
-            acc, p, m_i, l_i, pieces, alpha = overlapped_step(
-                q, mem, n, i + 1 < steps, acc, p, state, context, at, consumer, L, OUT, cfg
-            )
-            n += 1
+        state = m_i, l_i, pieces, alpha
+        acc, p, m_i, l_i, alpha, n = further_steps(
+            q, mem, n, steps, acc, p, state, context, at, consumer, L, OUT, cfg
+        )
         leave_queries(mem, query_slot(num_tiles, consumer, cfg), cfg)
         num_tiles += 1
         place = (b, h, unit, row, queries, q_len)

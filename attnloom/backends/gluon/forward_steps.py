@@ -157,6 +157,23 @@ def overlapped_step(
 
 
 @gluon.jit
+def further_steps(
+    q, mem, n, steps, acc, p, state, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """A tile's steps from its second on, which is number n: (acc, p, m_i, l_i, alpha, number of the
+    next step). state = (m_i, l_i, pieces, alpha) of the first."""
+    m_i, l_i, pieces, alpha = state
+    for i in range(1, steps):
+        state = m_i, l_i, pieces, alpha
+        acc, p, m_i, l_i, pieces, alpha = overlapped_step(
+            q, mem, n, i + 1 < steps, acc, p, state, context, at, consumer, L, OUT, cfg
+        )
+        n += 1
+    return acc, p, m_i, l_i, alpha, n
+
+
+@gluon.jit
 def overlapped_tile(
     q, mem, n, steps, passed, context, at, consumer, L: gl.constexpr, OUT: gl.constexpr,
     cfg: gl.constexpr,
@@ -186,12 +203,10 @@ def overlapped_tile(
         n += live.to(gl.int32)
     else:
         n += 1
-    for i in range(1, steps):
-        state = m_i, l_i, pieces, alpha
-        acc, p, m_i, l_i, pieces, alpha = overlapped_step(
-            q, mem, n, i + 1 < steps, acc, p, state, context, at, consumer, L, OUT, cfg
-        )
-        n += 1
+    state = m_i, l_i, pieces, alpha
+    acc, p, m_i, l_i, alpha, n = further_steps(
+        q, mem, n, steps, acc, p, state, context, at, consumer, L, OUT, cfg
+    )
     pass_over_keys(mem, n, passed[1], consumer, cfg)
     if cfg.LATE:
         acc = caught_up(acc, alpha, OUT, cfg)
